@@ -1,0 +1,139 @@
+"""LossBatch: the tensors that one loss computation reads, and the contract that checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functional.errors import LossPlusError
+from .functional.masking import select
+from .functional.policy import log_ratio
+from .registry import ALWAYS, TENSORS
+
+ROW_BROADCAST = {"advantages", "rollout_weights"}  # may be (B, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class LossBatch:
+    """
+    One micro-batch for the loss. All tensors are (B, T) over completion tokens.
+
+    Args:
+        logps: log-probs in nats of the sampled tokens under the policy, with gradient.
+        old_logps: the same under the policy at the rollout; None: the policy has not changed since (logps, detached).
+        advantages: (B, T), (B, 1) or (B,).
+        mask: bool, True for tokens that count. What stands at other positions (NaN too) changes nothing.
+        ref_logps: under the reference model. entropies: of the policy's distributions, in nats.
+        values, old_values, returns: the critic's.
+        token_weights: weights of the policy term. rollout_weights: (B, T) or (B, 1) importance weights pi_old / pi_sampler.
+        rollout_logps: under the sampler; NaN where it could not score a token.
+        group_ids: (B,) integers, one id a prompt.
+        kl_mask: (B, 1) or (B, T) bool, where the KL term acts; None: everywhere.
+        entropy_mask: (B, T) bool, the high-entropy tokens, when they were selected over more than this batch.
+    """
+
+    logps: Tensor
+    old_logps: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    ref_logps: Tensor | None = None
+    entropies: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    token_weights: Tensor | None = None
+    rollout_weights: Tensor | None = None
+    rollout_logps: Tensor | None = None
+    group_ids: Tensor | None = None
+    kl_mask: Tensor | None = None
+    entropy_mask: Tensor | None = None
+
+    def validate(self, required: Iterable[str] = ()) -> None:
+        """
+        Checks presence, shapes and the mask's type. Waits for no device.
+
+        Raises:
+            LossPlusError: names the tensor, its shape and what is allowed.
+        """
+        if self.mask.dtype != torch.bool:
+            raise LossPlusError(f"mask has dtype {self.mask.dtype}; it must be torch.bool (mask.bool()).")
+        if self.logps.dim() != 2:
+            raise LossPlusError(f"logps has shape {tuple(self.logps.shape)}; it must be (B, T).")
+        rows, length = self.logps.shape
+        for name in sorted(required):
+            if getattr(self, name) is None and name not in {"old_logps", "rollout_weights", "token_weights"}:
+                raise LossPlusError(f"the loss reads {name} {TENSORS[name][0]}, made by {TENSORS[name][1]}; it is None.")
+        for item in fields(self):
+            tensor = getattr(self, item.name)
+            if tensor is None:
+                continue
+            allowed: list[tuple[int, ...]] = [(rows,)] if item.name == "group_ids" else [(rows, length)]
+            if item.name in ROW_BROADCAST or item.name == "kl_mask":
+                allowed.append((rows, 1))
+            if item.name == "advantages":
+                allowed.append((rows,))
+            if tuple(tensor.shape) not in allowed:
+                shapes = " or ".join(map(str, allowed))
+                raise LossPlusError(
+                    f"{item.name} has shape {tuple(tensor.shape)}; with logps {(rows, length)} it must be {shapes}."
+                )
+
+    def clean(self) -> LossBatch:
+        """
+        The same batch in float32, with every masked position selected away (0, and a gradient of exactly 0).
+
+        `old_logps=None` becomes `logps` without gradient; advantages become (B, 1) or (B, T); a NaN sampler log-prob stays, for
+        it means "not scored".
+        """
+        filled: dict[str, Any] = {}
+        row = self.mask.any(-1, keepdim=True)
+        for item in fields(self):
+            tensor = getattr(self, item.name)
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            tensor = tensor.unsqueeze(-1) if tensor.dim() == 1 else tensor
+            valid = self.mask if tensor.shape == self.mask.shape else row
+            filled[item.name] = select(tensor.float(), valid)
+        if self.rollout_weights is not None:
+            weights = self.rollout_weights.float()
+            valid = self.mask if weights.shape == self.mask.shape else row
+            filled["rollout_weights"] = torch.where(valid, weights, torch.ones_like(weights))
+        if self.old_logps is None:
+            filled["old_logps"] = filled["logps"].detach()
+        return replace(self, **filled)
+
+    def log_ratio(self, clamp: float = 20.0) -> Tensor:
+        """log pi / pi_old of each token, bounded to [-clamp, clamp]: (B, T), connected to `logps`."""
+        old = self.logps.detach() if self.old_logps is None else self.old_logps
+        return log_ratio(self.logps, old, clamp)
+
+    def ratio(self, clamp: float = 20.0) -> Tensor:
+        """pi / pi_old of each token: (B, T), finite for any log ratio."""
+        return self.log_ratio(clamp).exp()
+
+
+class DeclaredView:
+    """A batch that lets one function read the tensors that it declared, and no other."""
+
+    def __init__(self, batch: LossBatch, owner: str, requires: frozenset[str]):
+        self._batch, self._owner, self._requires = batch, owner, requires | ALWAYS
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSORS and name not in self._requires:
+            raise LossPlusError(
+                f"policy_loss {self._owner!r} reads {name}, which it did not declare: add it to requires= where it is "
+                f"registered. Declared: {', '.join(sorted(self._requires))}."
+            )
+        return getattr(self._batch, name)
+
+    def log_ratio(self, clamp: float = 20.0) -> Tensor:
+        """See `LossBatch.log_ratio`; needs `old_logps` to be declared."""
+        return log_ratio(self.logps, self.old_logps, clamp)
+
+    def ratio(self, clamp: float = 20.0) -> Tensor:
+        """See `LossBatch.ratio`; needs `old_logps` to be declared."""
+        return self.log_ratio(clamp).exp()

@@ -1,0 +1,199 @@
+"""GRPOPlusConfig: TrainingArguments fields -> LossSpec, every check at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from .functional.errors import LossPlusError, unknown_name
+from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy
+from .spec import CHOICES, LossSpec
+
+
+def option(help: str, default: Any = None) -> Any:
+    """A dataclass field with its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class GRPOPlusConfig(GRPOConfig):
+    """
+    TRL's GRPOConfig with the choice of the loss. Fields left at None mean what TRL's own fields say.
+
+    Raises:
+        LossPlusError: at construction, for an unknown name, a number out of range, two settings that contradict each other, or a
+            setting that nothing reads.
+    """
+
+    loss_type: str | None = option(  # type: ignore[assignment]
+        "TRL's name for an objective with its aggregation: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo. None: dapo, or "
+        "with policy_loss set what the objective's source prescribes."
+    )
+    scale_rewards: str | None = option(  # type: ignore[assignment]
+        "Whose standard deviation divides the rewards in the group-relative estimators: group, batch or none. None: group, or "
+        "none where advantage_normalization is set or the estimator does not scale."
+    )
+    use_bias_correction_kl: bool | None = option(  # type: ignore[assignment]
+        "Multiply the KL in the loss by the importance ratio, which makes its gradient the reverse KL's. None: yes for k1, k3 "
+        "and abs (as TRL does for k3), no for estimators for which it would be wrong (k2 and the + forms)."
+    )
+    policy_loss: str | None = option(
+        "Policy objective by name (`trl-lossplus explain` lists them) or package.module:function. None: from loss_type."
+    )
+    clip_objective: str = option(
+        "min: PPO's pessimistic bound. max: the form that some articles print; it removes the clip exactly where it should act "
+        "and is there to be compared.",
+        "min",
+    )
+    clip_ratio_c: float | None = option("Dual clip: for a negative advantage the loss is at most this times |A|. Must be > 1.")
+    log_ratio_clamp: float = option("Bound in nats on |log ratio| before it is exponentiated.", 20.0)
+    cispo_ratio_min: float | None = option("Lower bound of CISPO's importance ratio. None: no lower bound.")
+    loss_aggregation: str | None = option(
+        f"From per-token losses to one number: {', '.join(CHOICES['loss_aggregation'])}. None: from loss_type or the objective."
+    )
+    advantage_estimator: str | None = option(
+        "Advantage estimator by name or package.module:function. None: grpo, or gdpo for "
+        "multi_objective_aggregation=normalize_then_sum."
+    )
+    advantage_normalization: str | None = option(
+        "Whitening of the advantages: none, rollout (over the rollout's tokens on all processes) or learner (over each optimizer "
+        "step's tokens). None: what scale_rewards says."
+    )
+    advantage_norm_scope: str | None = option("What is whitened together: batch, group or sequence. None: batch.")
+    kl_estimator: str | None = option(
+        "KL estimator: k1, k2, k3, abs, or with + for the straight-through k2 gradient (aliases kl, kl_div, mse, biased_kl, "
+        "low_var_kl). None: k3 in the loss, k1 in the reward."
+    )
+    kl_placement: str | None = option(
+        "Where the KL acts: none, reward, loss or both. None: in the loss where beta > 0, else nowhere."
+    )
+    kl_reward_coef: float | None = option(
+        "Coefficient of the KL that is taken off the rewards; needs kl_placement reward or both."
+    )
+    kl_reward_level: str | None = option(
+        "sequence: the completion's summed KL is taken off its reward before the group comparison. token: each token's advantage "
+        "loses the KL from there to the end. None: sequence."
+    )
+    kl_controller: str = option("fixed, or adaptive: the coefficient follows kl_target.", "fixed")
+    kl_target: float | None = option("Target of adaptive control: KL in nats a token.")
+    kl_horizon: float | None = option("Horizon of adaptive control in completions. None: 10000.")
+    zero_std_groups: str = option(
+        "Groups whose rewards are all equal: keep (as TRL), no_kl (they do not pull towards the reference), drop (out of the "
+        "loss and of its normalizer).",
+        "keep",
+    )
+
+    def __post_init__(self) -> None:
+        # What the user wrote, before None becomes what TRL reads.
+        self.chosen_loss_type = self.loss_type
+        words = {"True": "group", "true": "group", "False": "none", "false": "none"}
+        self.chosen_scale = None if self.scale_rewards is None else words.get(str(self.scale_rewards), self.scale_rewards)
+        self.chosen_bias_correction = self.use_bias_correction_kl
+        if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
+            raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
+        self.loss_type = self.loss_type or "dapo"
+        spec = self.loss_spec()
+        self.scale_rewards = spec.scale_rewards
+        self.use_bias_correction_kl = spec.use_bias_correction_kl
+        super().__post_init__()
+        self._check_windows(spec)
+
+    def loss_spec(self) -> LossSpec:
+        """
+        The loss that these fields describe.
+
+        Raises:
+            LossPlusError: see the class.
+        """
+        values = {**resolve_policy(self), **resolve_kl(self), **resolve_advantages(self)}
+        spec = LossSpec(
+            **values,
+            importance_sampling_level=self.importance_sampling_level,
+            log_ratio_clamp=self.log_ratio_clamp,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
+            entropy_coef=self.entropy_coef,
+            top_entropy_quantile=self.top_entropy_quantile,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            zero_std_groups=self.zero_std_groups,
+        )
+        self._check_reads(spec)
+        return spec
+
+    def _check_reads(self, spec: LossSpec) -> None:
+        """Settings that the chosen objective or estimator does not read."""
+        entry = POLICY_LOSSES.get(spec.policy_loss)
+        chosen = {
+            "epsilon_high": self.epsilon_high is not None,
+            "delta": self.delta is not None,
+            "clip_ratio_c": self.clip_ratio_c is not None,
+            "cispo_ratio_min": self.cispo_ratio_min is not None,
+            "clip_objective": self.clip_objective != "min",
+        }
+        for name, is_set in chosen.items():
+            if is_set and entry.options and name not in entry.options:
+                raise LossPlusError(
+                    f"{name}={getattr(self, name)}: policy_loss {spec.policy_loss!r} does not read it. Remove it, or take an "
+                    f"objective that does. Read: {', '.join(sorted(entry.options)) or 'nothing'}."
+                )
+        levels = not entry.options or "importance_sampling_level" in entry.options or "sequence_level" in entry.traits
+        if spec.importance_sampling_level == "sequence" and not levels and not (spec.kl_in_loss and spec.use_bias_correction_kl):
+            raise LossPlusError(f"importance_sampling_level='sequence': policy_loss {spec.policy_loss!r} does not read it.")
+        if self.zero_std_groups == "no_kl" and not spec.kl_in_loss:
+            raise LossPlusError("zero_std_groups='no_kl': there is no KL in the loss that flat groups could be left out of.")
+
+    def _check_windows(self, spec: LossSpec) -> None:
+        """What only whole optimizer-step windows can do."""
+        if self.windows_are_exact:
+            return
+        for name, value, asked in (
+            ("advantage_normalization", "learner", spec.advantage_normalization == "learner"),
+            ("loss_aggregation", "prompt_mean", spec.loss_aggregation == "prompt_mean"),
+        ):
+            if asked:
+                raise LossPlusError(
+                    f"{name}={value!r} needs steps_per_generation ({self.steps_per_generation}) to be a multiple of "
+                    f"gradient_accumulation_steps ({self.gradient_accumulation_steps}), so that each optimizer step is "
+                    "known when the rollout is cut."
+                )
+
+    @property
+    def micro_batches_per_rollout(self) -> int:
+        """Micro-batches into which a process cuts one rollout (TRL's steps_per_generation)."""
+        assert self.steps_per_generation is not None  # TRL's __post_init__ sets it
+        return self.steps_per_generation
+
+    @property
+    def windows_are_exact(self) -> bool:
+        """Whether every optimizer step lies within one rollout, so that its normalizer is its own token count."""
+        return self.micro_batches_per_rollout % self.gradient_accumulation_steps == 0
+
+    @property
+    def counts_empty_rows(self) -> bool:
+        """Whether rows without valid tokens count in a mean over rows: as TRL, where its loss_type decides; else no."""
+        return self.policy_loss is None and self.loss_aggregation is None
+
+    @property
+    def optimizer_steps_per_rollout(self) -> float:
+        """How many optimizer steps one rollout serves."""
+        return self.micro_batches_per_rollout * self.num_iterations / self.gradient_accumulation_steps
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether every update uses completions of the very weights that it changes, so that the ratio is exactly 1."""
+        return self.gradient_accumulation_steps % (self.micro_batches_per_rollout * self.num_iterations) == 0
+
+    @property
+    def estimator_options(self) -> dict[str, Any]:
+        """Options of the advantage estimator that the fields set; eps as in TRL."""
+        spec = self.loss_spec()
+        reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
+        options = {"scale_rewards": spec.scale_rewards, "eps": 1e-4 if spec.advantage_estimator in ("grpo", "gdpo") else 1e-6}
+        return {name: value for name, value in options.items() if name in reads}

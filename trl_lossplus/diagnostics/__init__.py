@@ -1,0 +1,1 @@
+"""What the loss did: statistics of an optimizer step."""

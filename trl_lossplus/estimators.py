@@ -1,0 +1,116 @@
+"""Our advantage estimators under their names, and the one entry to all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functional import advantages as adv
+from .functional.advantages import Advantages
+from .functional.errors import LossPlusError, unknown_name
+from .functional.masking import row_sums, select
+from .registry import ADVANTAGE_ESTIMATORS, register_advantage_estimator
+
+SEQUENCE = {"constant_over_sequence"}
+
+register_advantage_estimator(
+    "grpo",
+    requires={"group_ids"},
+    options={"scale_rewards", "eps", "ddof"},
+    traits=SEQUENCE,
+    formula="(s - mean of the group) / (std + eps)",
+    source="DeepSeekMath, arXiv 2402.03300",
+)(adv.grpo)
+register_advantage_estimator(
+    "rloo",
+    requires={"group_ids"},
+    traits=SEQUENCE,
+    formula="s - mean of the group's other rewards",
+    source="RLOO, arXiv 2402.14740",
+)(adv.rloo)
+register_advantage_estimator(
+    "maxrl",
+    requires={"group_ids"},
+    options={"eps"},
+    traits=SEQUENCE,
+    formula="(s - mean of the group) / (|mean of the group| + eps)",
+    source="MaxRL, arXiv 2602.02710",
+)(adv.maxrl)
+register_advantage_estimator(
+    "gdpo",
+    requires={"group_ids"},
+    options={"reward_weights", "eps", "ddof"},
+    traits=SEQUENCE | {"reads_reward_columns"},
+    formula="batch-normalized sum of the reward functions' group-normalized rewards",
+    source="GDPO, arXiv 2601.05242",
+)(adv.gdpo)
+
+
+def weighted_sum(rewards: Tensor, reward_weights: Tensor | None) -> Tensor:
+    """(B, K) rewards to (B,): NaN counts as 0 beside a scored one; a row that no function scored stays NaN."""
+    weights = torch.ones(rewards.shape[1]) if reward_weights is None else torch.as_tensor(reward_weights)
+    total = (rewards * weights.to(rewards)).nansum(1)
+    return torch.where(torch.isnan(rewards).all(1), torch.full_like(total, float("nan")), total)
+
+
+def compute_advantages(
+    name: str,
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    values: Tensor | None = None,
+    **options: Any,
+) -> Advantages:
+    """
+    Advantages and returns of one rollout by a named estimator.
+
+    Args:
+        name: a registered estimator, or `package.module:function`.
+        rewards: (B,) one a completion; or (B, T) one a token, summed over the mask by estimators that compare whole
+            completions; or (B, K) one a reward function, together with `reward_weights=` (K,). NaN: not scored.
+        mask: (B, T) bool, the completion tokens.
+        group_ids: (B,) integers, one id a prompt; their order plays no part.
+        values: (B, T) old values, for estimators with a critic.
+        options: the estimator's own (`trl-lossplus explain` lists them).
+
+    Returns:
+        `Advantages` of (B, T) float32 tensors, 0 on masked positions.
+
+    Raises:
+        LossPlusError: unknown estimator or option, or a shape that does not fit.
+    """
+    entry = ADVANTAGE_ESTIMATORS.get(name)
+    rows = mask.shape[0]
+    if mask.dtype != torch.bool:
+        raise LossPlusError(f"mask has dtype {mask.dtype}; it must be torch.bool.")
+    if rewards.shape[:1] != (rows,) or rewards.dim() > 2:
+        raise LossPlusError(f"rewards has shape {tuple(rewards.shape)}; for {rows} rows it must be (B,), (B, T) or (B, K).")
+    if group_ids.shape != (rows,):
+        raise LossPlusError(f"group_ids has shape {tuple(group_ids.shape)}; it must be ({rows},).")
+    rewards = rewards.detach().float()
+    reward_weights = options.pop("reward_weights", None)
+    if reward_weights is not None and rewards.dim() != 2:
+        raise LossPlusError(f"reward_weights needs rewards of shape (B, K), not {tuple(rewards.shape)}.")
+    if "reads_reward_columns" in entry.traits:
+        rewards = rewards if rewards.dim() == 2 else rewards.unsqueeze(1)
+        options["reward_weights"] = reward_weights
+    elif reward_weights is not None:
+        rewards = weighted_sum(rewards, torch.as_tensor(reward_weights))
+    elif rewards.dim() == 2:
+        if rewards.shape != mask.shape:
+            raise LossPlusError(
+                f"rewards has shape {tuple(rewards.shape)} and mask {tuple(mask.shape)}: token rewards must fit the mask, "
+                "and (B, K) rewards of several functions need reward_weights=."
+            )
+        rewards = row_sums(rewards, mask)
+    for option in sorted(options.keys() - entry.options):
+        if entry.options:
+            raise unknown_name(f"advantage_estimator {name!r}: option", option, entry.options)
+        raise LossPlusError(f"advantage_estimator {name!r} has no option {option!r}: it has none.")
+    if values is not None and "values" not in entry.requires and "old_values" not in entry.requires:
+        raise LossPlusError(f"advantage_estimator {name!r} does not read values, and values were given.")
+    result = entry.func(rewards, group_ids, **options)
+    result = select(result.float().unsqueeze(-1).expand(mask.shape) if result.dim() == 1 else result.float(), mask)
+    return Advantages(result, result)

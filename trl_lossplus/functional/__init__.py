@@ -1,0 +1,1 @@
+"""Pure tensor mathematics: no trainer, no configuration, no metric names."""

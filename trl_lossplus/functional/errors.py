@@ -1,0 +1,28 @@
+"""The one error that bad user input raises, and the sentence that names the nearest allowed value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LossPlusError(ValueError):
+    """Bad input from the user: the message names the field, the value and what is allowed."""
+
+
+def unknown_name(what: str, value: object, allowed: Iterable[str]) -> LossPlusError:
+    """
+    The error for a name that is not in a list of names.
+
+    Args:
+        what: the field or kind of thing that was asked for, as the user writes it.
+        value: what the user wrote.
+        allowed: the names that exist.
+
+    Returns:
+        A `LossPlusError` (to be raised by the caller) that lists the allowed names and the nearest match.
+    """
+    names = sorted(allowed)
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return LossPlusError(f"{what}={value!r} is not known.{hint} Allowed: {', '.join(names)}.")

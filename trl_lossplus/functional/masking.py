@@ -1,0 +1,151 @@
+"""
+Masked reductions. Every sum, mean, variance and quantile of the project goes through this file.
+
+Shapes: `x` is (B, T) float, `mask` is (B, T) bool, True where the token counts. Masked positions are selected away with
+`where` before any arithmetic, so a NaN or an infinity there changes neither a value nor a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` where `mask`, else 0. Shapes broadcast; the gradient at masked positions is exactly 0."""
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `x` over `mask`: a scalar, 0 for an empty mask."""
+    return select(x, mask).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` over `mask`: a scalar, 0 for an empty mask."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def row_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each row over its mask: (B,)."""
+    return select(x, mask).sum(-1)
+
+
+def row_means(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row over its mask: (B,), 0 for a row without valid tokens."""
+    return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
+
+
+def masked_quantiles(x: Tensor, mask: Tensor, q: tuple[float, ...] = QUANTILES) -> Tensor:
+    """Quantiles of the valid values: (len(q),), linear interpolation, NaN for an empty mask."""
+    values = x.detach()[mask].float()
+    if values.numel() == 0:
+        return torch.full((len(q),), float("nan"), device=x.device)
+    return torch.quantile(values, torch.tensor(q, device=x.device))
+
+
+class Moments(NamedTuple):
+    """Count, mean and sum of squared deviations. Tensors of one shape, so that several sets merge at once."""
+
+    n: Tensor
+    mean: Tensor
+    m2: Tensor
+
+    def variance(self, ddof: int = 1) -> Tensor:
+        """Variance with `ddof` degrees of freedom taken off; 0 where there are not more than `ddof` values."""
+        return torch.where(self.n > ddof, self.m2 / (self.n - ddof).clamp(min=1), torch.zeros_like(self.m2))
+
+
+def moments(x: Tensor, mask: Tensor) -> Moments:
+    """Two-pass moments of the valid values (scalars). Exactly zero spread for equal values."""
+    count = mask.sum().to(x.dtype)
+    mean = masked_sum(x, mask) / count.clamp(min=1)
+    return Moments(count, mean, masked_sum((x - mean) ** 2, mask))
+
+
+def merge_moments(parts: Moments, dim: int = 0) -> Moments:
+    """
+    Moments of the union of disjoint sets, without the cancellation of E[x^2] - E[x]^2.
+
+    Args:
+        parts: moments whose tensors hold the sets along `dim`.
+
+    Returns:
+        `Moments` with `dim` reduced. Source: Chan, Golub and LeVeque (1979), pairwise update of sums of squares.
+    """
+    count = parts.n.sum(dim)
+    mean = (parts.n * parts.mean).sum(dim) / count.clamp(min=1)
+    shift = parts.mean - mean.unsqueeze(dim)
+    return Moments(count, mean, (parts.m2 + parts.n * shift**2).sum(dim))
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    eps: float = 1e-8,
+    mean: Tensor | None = None,
+    variance: Tensor | None = None,
+) -> Tensor:
+    """
+    (x - mean) / sqrt(variance + eps) over the valid tokens; masked positions become 0.
+
+    Args:
+        x: (B, T). mask: (B, T) bool.
+        shift_mean: False adds the mean back, so that only the scale changes.
+        eps: added to the variance.
+        mean, variance: statistics over a larger set than this batch (broadcastable to x); None takes this batch's
+            own, with ddof 1.
+
+    Returns:
+        (B, T). With fewer than two valid tokens the variance is 0 and the result is 0 (plus the mean, if kept).
+
+    Source: advantage whitening as in verl's `masked_whiten`, which raises for fewer than two tokens and leaves values on
+    masked positions.
+    """
+    if mean is None or variance is None:
+        own = moments(x, mask)
+        mean, variance = own.mean, own.variance()
+    white = (x - mean) * torch.rsqrt(variance + eps)
+    return select(white if shift_mean else white + mean, mask)
+
+
+class Groups(NamedTuple):
+    """Rows by group: `rows` (B,) numbers the groups 0..num-1, whatever the ids were."""
+
+    rows: Tensor
+    num: int
+
+
+def group_rows(group_ids: Tensor) -> Groups:
+    """Numbers the groups of (B,) integer ids by value; row order plays no part."""
+    ids, index = torch.unique(group_ids, return_inverse=True)
+    return Groups(index, ids.numel())
+
+
+def group_sums(x: Tensor, groups: Groups) -> Tensor:
+    """Sum of (B,) values by group: (num,)."""
+    return torch.zeros(groups.num, dtype=x.dtype, device=x.device).index_add_(0, groups.rows, x)
+
+
+def group_moments(x: Tensor, valid: Tensor, groups: Groups) -> Moments:
+    """
+    Two-pass moments of (B,) values by group, over the rows where `valid`.
+
+    Returns:
+        `Moments` of (num,) tensors. A group whose valid values are all equal has that value as its mean and exactly 0
+        spread, which a rounded mean would not give.
+    """
+    value = select(x, valid)
+    count = group_sums(valid.to(x.dtype), groups)
+    mean = group_sums(value, groups) / count.clamp(min=1)
+    low = torch.full_like(mean, float("inf")).scatter_reduce_(0, groups.rows, x.masked_fill(~valid, float("inf")), "amin")
+    high = torch.full_like(mean, float("-inf")).scatter_reduce_(0, groups.rows, x.masked_fill(~valid, float("-inf")), "amax")
+    mean = torch.where(low == high, low, mean)
+    deviation = select((x - mean[groups.rows]) ** 2, valid)
+    return Moments(count, mean, group_sums(deviation, groups))

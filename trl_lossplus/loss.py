@@ -1,0 +1,181 @@
+"""compute_loss: the only place where the terms of a loss are put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .batch import DeclaredView, LossBatch
+from .functional.aggregation import Window, aggregate
+from .functional.entropy import high_entropy_mask
+from .functional.errors import LossPlusError
+from .functional.kl import estimate_kl
+from .functional.masking import masked_mean, masked_sum, row_means
+from .functional.policy import PolicyTerm, off_policy_keep
+from .objectives import importance_ratio
+from .registry import POLICY_LOSSES
+from .spec import LossSpec
+
+
+class Statistic(NamedTuple):
+    """A statistic that pools over micro-batches and processes: "mean" is total / weight, "min" and "max" are total."""
+
+    kind: str
+    total: Tensor
+    weight: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """Its value over this batch; NaN where there was nothing to count."""
+        value = self.total / self.weight if self.kind == "mean" else self.total
+        return torch.where(self.weight > 0, value, torch.full_like(value, float("nan")))
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """
+    What `compute_loss` returns.
+
+    loss: scalar for backward. terms: scalars with their coefficients in them, which sum to `loss`.
+    per_token: detached (B, T) tensors: policy, log_ratio, ratio, and kl and entropy where they were read.
+    statistics: by metric name.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    per_token: dict[str, Tensor]
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+
+    @property
+    def stats(self) -> dict[str, Tensor]:
+        """The statistics' values over this batch, by metric name."""
+        return {name: statistic.value for name, statistic in self.statistics.items()}
+
+    def with_term(self, name: str, value: Tensor) -> LossOutput:
+        """The output with one more term (its coefficient in it)."""
+        return LossOutput(self.loss + value, {**self.terms, name: value}, self.per_token, self.statistics)
+
+
+def pool(name: str, x: Tensor, mask: Tensor) -> Statistic:
+    """
+    A (B, T) or (B, 1) tensor as a statistic: by the suffix of its name the least (`_min`) or largest (`_max`) row mean, else the
+    mean over valid tokens, or over rows for (B, 1).
+    """
+    x = x.detach().float()
+    per_row = x.shape[-1] == 1 and mask.shape[-1] != 1
+    rows = mask.any(-1)
+    if name.endswith(("_min", "_max")):
+        means = x.squeeze(-1) if per_row else row_means(x, mask)
+        kind, worst = ("min", float("inf")) if name.endswith("_min") else ("max", float("-inf"))
+        kept = torch.where(rows, means, torch.full_like(means, worst))
+        return Statistic(kind, kept.amin() if kind == "min" else kept.amax(), rows.sum())
+    if per_row:
+        return Statistic("mean", x.sum(), torch.full((), x.shape[0], device=x.device))
+    return Statistic("mean", masked_sum(x, mask), mask.sum())
+
+
+def _policy(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
+    entry = POLICY_LOSSES.get(spec.policy_loss)
+    term = entry.func(cast(LossBatch, DeclaredView(batch, spec.policy_loss, entry.requires)), spec)
+    if not isinstance(term, PolicyTerm):
+        raise LossPlusError(f"policy_loss {spec.policy_loss!r} returned {type(term).__name__}; it must return a PolicyTerm.")
+    rows, length = batch.mask.shape
+    if tuple(term.per_token.shape) not in ((rows, length), (rows, 1)):
+        raise LossPlusError(
+            f"policy_loss {spec.policy_loss!r} returned per_token of shape {tuple(term.per_token.shape)}; it must be "
+            f"{(rows, length)} or {(rows, 1)}: per-token losses are not reduced."
+        )
+    return term
+
+
+def _weighted(per_token: Tensor, batch: LossBatch, spec: LossSpec, entropy_mask: Tensor | None) -> Tensor:
+    """The policy's per-token losses with everything that weights or drops tokens: (B, T)."""
+    loss = per_token.expand(batch.mask.shape)
+    if spec.off_policy_mask_threshold is not None:
+        sampling = batch.old_logps if batch.rollout_logps is None else batch.rollout_logps
+        keep = off_policy_keep(
+            cast(Tensor, batch.advantages),
+            batch.logps,
+            cast(Tensor, sampling),
+            batch.mask,
+            threshold=spec.off_policy_mask_threshold,
+        )
+        loss = loss * keep
+    if entropy_mask is not None:
+        loss = loss * entropy_mask
+    if batch.token_weights is not None:
+        loss = loss * batch.token_weights
+    reads_itself = "reads_rollout_weights" in POLICY_LOSSES.get(spec.policy_loss).traits
+    if batch.rollout_weights is not None and not reads_itself:
+        loss = loss * batch.rollout_weights
+    return loss
+
+
+def _kl(batch: LossBatch, spec: LossSpec) -> Tensor:
+    """The KL estimate of each token in nats, bias-corrected where the spec says so: (B, T), connected."""
+    ref = cast(Tensor, batch.ref_logps)
+    kl = estimate_kl(spec.kl_estimator, batch.logps, ref, log_ratio_clamp=spec.log_ratio_clamp)
+    return kl * importance_ratio(batch, spec) if spec.use_bias_correction_kl else kl
+
+
+def entropy_share(entropies: Tensor, mask: Tensor, selected: Tensor | None, window: Window | None) -> Tensor:
+    """
+    This micro-batch's share of the optimizer step's mean entropy: a scalar in nats.
+
+    Over all valid tokens that mean is exact for every split. Over a high-entropy selection, whose size is known only after each
+    forward, the micro-batch's mean over its selected tokens is weighted by its share of the step's valid tokens.
+    """
+    if selected is None:
+        return aggregate("token_mean", entropies, mask, window)
+    token_share = aggregate("token_mean", torch.ones_like(entropies), mask, window)
+    return masked_mean(entropies, selected) * token_share
+
+
+def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None) -> LossOutput:
+    """
+    The loss of one micro-batch: its share of the optimizer step's loss.
+
+    Args:
+        batch: see `LossBatch`; computed in float32, masked positions selected away.
+        spec: see `LossSpec`.
+        window: the optimizer step's global counts; None: the batch is the whole step on one process.
+
+    Returns:
+        `LossOutput`. `loss` is connected to the log-probs even for an empty mask (then 0).
+
+    Raises:
+        LossPlusError: a tensor that the spec reads is missing or has the wrong shape; a user's loss that breaks its contract.
+    """
+    batch.validate(spec.required())
+    batch = batch.clean()
+    mask = batch.mask
+    entropy_mask = batch.entropy_mask
+    if spec.top_entropy_quantile < 1.0 and entropy_mask is None:
+        entropy_mask = high_entropy_mask(cast(Tensor, batch.entropies).detach(), mask, spec.top_entropy_quantile)
+
+    def reduce(per_token: Tensor, where: Tensor) -> Tensor:
+        return aggregate(spec.loss_aggregation, per_token, where, window, norm_length=spec.norm_length, group_ids=batch.group_ids)
+
+    term = _policy(batch, spec)
+    policy = _weighted(term.per_token, batch, spec, entropy_mask)
+    terms = {"policy": reduce(policy, mask)}
+    log_ratio = batch.log_ratio(spec.log_ratio_clamp).detach()
+    per_token = {"policy": policy.detach(), "log_ratio": log_ratio, "ratio": log_ratio.exp()}
+    statistics = {name: pool(name, x, mask) for name, x in term.stats.items()}
+    if spec.kl_in_loss:
+        kl = _kl(batch, spec)
+        acting = kl if batch.kl_mask is None else torch.where(batch.kl_mask, kl, torch.zeros_like(kl))
+        terms["kl"] = spec.beta * reduce(acting, mask)
+        per_token["kl"] = kl.detach()
+        statistics["kl"] = pool("kl", kl, mask)
+    if batch.entropies is not None:
+        per_token["entropy"] = batch.entropies.detach()
+        statistics["entropy"] = pool("entropy", batch.entropies, mask)
+        if entropy_mask is not None:
+            statistics["entropy_selected"] = pool("entropy_selected", batch.entropies, entropy_mask)
+        if spec.entropy_coef != 0.0:
+            terms["entropy"] = -spec.entropy_coef * entropy_share(batch.entropies, mask, entropy_mask, window)
+    return LossOutput(torch.stack(list(terms.values())).sum(), terms, per_token, statistics)

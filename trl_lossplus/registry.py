@@ -1,0 +1,154 @@
+"""
+Names to functions: what each needs, its formula and its source.
+
+A user registers a function of the same shape as ours, or names it as `package.module:function`:
+
+    @register_policy_loss("my_loss", requires={"old_logps", "advantages"}, formula="-A * min(r, 2)", source="me")
+    def my_loss(batch, spec):
+        return PolicyTerm(-batch.advantages * batch.ratio(spec.log_ratio_clamp).clamp(max=2))
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .functional.errors import LossPlusError, unknown_name
+
+# Every tensor that a loss can read: its shape and who makes it. `logps` and `mask` are always there.
+TENSORS: dict[str, tuple[str, str]] = {
+    "logps": ("(B, T)", "the policy's forward pass, with gradient"),
+    "mask": ("(B, T) bool", "the rollout: completion tokens that were generated, tool tokens left out"),
+    "old_logps": ("(B, T)", "the policy at the rollout; where one update a rollout is made, logps without gradient"),
+    "advantages": ("(B, T), (B, 1) or (B,)", "the advantage estimator, at the rollout"),
+    "ref_logps": ("(B, T)", "the reference model, at the rollout"),
+    "entropies": ("(B, T)", "the policy's forward pass"),
+    "values": ("(B, T)", "the critic's forward pass, with gradient"),
+    "old_values": ("(B, T)", "the critic, at the rollout"),
+    "returns": ("(B, T)", "the advantage estimator, at the rollout"),
+    "token_weights": ("(B, T)", "token_weight_func, at the rollout"),
+    "rollout_weights": ("(B, T) or (B, 1)", "sampler and policy log-probs, at the rollout"),
+    "rollout_logps": ("(B, T)", "the sampler (vLLM or rollout_func), at the rollout"),
+    "group_ids": ("(B,) integers", "the rollout: one id a prompt"),
+}
+ALWAYS = frozenset({"logps", "mask"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered function. `options` are the spec or keyword fields that it reads beside its tensors."""
+
+    name: str
+    func: Callable[..., Any]
+    requires: frozenset[str]
+    formula: str
+    source: str
+    options: frozenset[str] = frozenset()
+    traits: frozenset[str] = frozenset()
+    aggregation: str = "token_mean"
+
+
+@dataclass
+class Registry:
+    """Entries of one kind, by name. `kind` is the configuration field in which users name them."""
+
+    kind: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def register(
+        self,
+        name: str,
+        *,
+        requires: Iterable[str] = (),
+        formula: str = "",
+        source: str = "",
+        options: Iterable[str] = (),
+        traits: Iterable[str] = (),
+        aggregation: str = "token_mean",
+        replace: bool = False,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """
+        A decorator that registers a function under `name` and returns it unchanged.
+
+        Args:
+            requires: names of the tensors that it reads (see `TENSORS`); reading another is an error.
+            formula, source: shown by `trl-lossplus explain`.
+            options: the configuration fields that it reads.
+            traits: marks that the loss acts on: `sequence_level` (one ratio a row), `reads_rollout_weights` (they are not
+                multiplied in afterwards), `constant_over_sequence` (an estimator that gives every token of a row one value).
+            aggregation: the loss_aggregation that the objective's source prescribes, taken where the user names none.
+            replace: allow a name that is taken.
+
+        Raises:
+            LossPlusError: the name is taken, or a required tensor is not known.
+        """
+        needs = frozenset(requires)
+        for tensor in sorted(needs - TENSORS.keys()):
+            raise unknown_name(f"{self.kind} {name!r}: requires", tensor, TENSORS)
+        if name in self.entries and not replace:
+            raise LossPlusError(f"{self.kind} {name!r} is registered already. Take another name, or pass replace=True.")
+
+        def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+            text = formula or (func.__doc__ or "").strip()
+            self.entries[name] = Entry(name, func, needs, text, source, frozenset(options), frozenset(traits), aggregation)
+            return func
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """The registered names, sorted."""
+        _load_builtins()
+        return sorted(self.entries)
+
+    def get(self, name: str) -> Entry:
+        """
+        The entry of a registered name, or of `package.module:function`.
+
+        A function named by its path may have been decorated (its requirements are then the declared ones); an undecorated one
+        reads `old_logps` and `advantages` beside `logps` and `mask`.
+
+        Raises:
+            LossPlusError: unknown name (lists the allowed ones and the nearest), module or function.
+        """
+        _load_builtins()
+        if name in self.entries:
+            return self.entries[name]
+        if not isinstance(name, str) or ":" not in name:
+            raise unknown_name(self.kind, name, [*self.entries, "package.module:function"])
+        func = import_function(self.kind, name)
+        declared = [entry for entry in self.entries.values() if entry.func is func]
+        if declared:
+            return declared[0]
+        formula = (func.__doc__ or "").strip()
+        return Entry(name, func, frozenset({"old_logps", "advantages"}), formula, name)
+
+
+def import_function(kind: str, path: str) -> Callable[..., Any]:
+    """
+    The function at `package.module:function`.
+
+    Raises:
+        LossPlusError: the module cannot be imported, or has no such function; `kind` names the field.
+    """
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise LossPlusError(f"{kind}={path!r}: module {module_name!r} cannot be imported ({error}).") from error
+    func = getattr(module, function_name, None)
+    if not callable(func):
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise unknown_name(f"{kind}={path!r}: function", function_name, public)
+    return func
+
+
+POLICY_LOSSES = Registry("policy_loss")
+ADVANTAGE_ESTIMATORS = Registry("advantage_estimator")
+register_policy_loss = POLICY_LOSSES.register
+register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
+
+
+def _load_builtins() -> None:
+    from . import estimators, objectives  # noqa: F401  (importing them registers ours)

@@ -1,0 +1,179 @@
+"""From configuration fields to the values of a LossSpec: what None means, and which settings contradict each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .functional.errors import LossPlusError, unknown_name
+from .functional.kl import canonical_kl
+from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+if TYPE_CHECKING:
+    from .config import GRPOPlusConfig
+
+# TRL's loss_type: our objective and aggregation.
+TRL_LOSS_TYPES = {
+    "grpo": ("ppo_clip", "seq_mean_token_mean"),
+    "bnpo": ("ppo_clip", "token_mean"),
+    "dr_grpo": ("ppo_clip", "seq_mean_token_sum_norm"),
+    "dapo": ("ppo_clip", "token_mean"),
+    "cispo": ("cispo", "token_mean"),
+    "sapo": ("sapo", "seq_mean_token_mean"),
+    "luspo": ("ppo_clip", "seq_mean_token_sum"),
+    "vespo": ("vespo", "token_mean"),
+}
+
+
+def resolve_policy(args: GRPOPlusConfig) -> dict[str, Any]:
+    """Objective, clip range and aggregation. Raises LossPlusError for contradictions."""
+    trl_loss, trl_aggregation = TRL_LOSS_TYPES[args.loss_type or "dapo"]
+    chosen = args.chosen_loss_type
+    if args.policy_loss is None:
+        policy_loss, aggregation = trl_loss, trl_aggregation
+    else:
+        policy_loss, aggregation = args.policy_loss, POLICY_LOSSES.get(args.policy_loss).aggregation
+        if chosen is not None:
+            if trl_loss not in ("ppo_clip", policy_loss):
+                raise LossPlusError(
+                    f"loss_type={chosen!r} and policy_loss={policy_loss!r} name two objectives. Remove loss_type, and set "
+                    "loss_aggregation if you want another aggregation."
+                )
+            aggregation = trl_aggregation
+    aggregation = args.loss_aggregation or aggregation
+    epsilon_high = args.epsilon_high
+    if args.policy_loss is None and policy_loss == "cispo" and epsilon_high is None:
+        epsilon_high = args.epsilon  # TRL's meaning; explain warns of it
+    if aggregation == "seq_mean_token_sum_norm" and args.max_completion_length is None:
+        raise LossPlusError(
+            "loss_aggregation='seq_mean_token_sum_norm' divides by max_completion_length, which is None: set it to a token count."
+        )
+    return {
+        "policy_loss": policy_loss,
+        "epsilon": args.epsilon,
+        "epsilon_high": epsilon_high,
+        "clip_objective": args.clip_objective,
+        "delta": args.delta,
+        "clip_ratio_c": args.clip_ratio_c,
+        "cispo_ratio_min": args.cispo_ratio_min,
+        "loss_aggregation": aggregation,
+        "norm_length": args.max_completion_length if aggregation == "seq_mean_token_sum_norm" else None,
+    }
+
+
+def _kl_placement(args: GRPOPlusConfig) -> str:
+    """The placement, checked against the two coefficients."""
+    beta, coef = args.beta, args.kl_reward_coef or 0.0
+    placement = args.kl_placement
+    if placement is None:
+        if coef:
+            where = "both" if beta else "reward"
+            raise LossPlusError(f"kl_reward_coef={coef}: nothing reads it. Set kl_placement={where!r}.")
+        return "loss" if beta else "none"
+    if placement not in ("none", "reward", "loss", "both"):
+        raise unknown_name("kl_placement", placement, ("none", "reward", "loss", "both"))
+    if placement == "none" and (beta or coef):
+        name, value = ("beta", beta) if beta else ("kl_reward_coef", coef)
+        raise LossPlusError(f"{name}={value} with kl_placement='none': nothing reads it. Set it to 0, or place the KL.")
+    for name, value, reader in (("beta", beta, "loss"), ("kl_reward_coef", coef, "reward")):
+        reads = placement in (reader, "both")
+        if value and not reads:
+            raise LossPlusError(
+                f"{name}={value} with kl_placement={placement!r}: only the KL in the {reader} reads it. Set kl_placement='both' "
+                f"for a KL in two places, or {name} to 0."
+            )
+        if reads and not value:
+            raise LossPlusError(f"kl_placement={placement!r} needs {name} > 0, the coefficient of the KL in the {reader}.")
+    return placement
+
+
+def resolve_kl(args: GRPOPlusConfig) -> dict[str, Any]:
+    """Placement, estimator, coefficients and control. Raises LossPlusError for contradictions and for what nothing reads."""
+    placement = _kl_placement(args)
+    if args.kl_controller not in ("fixed", "adaptive"):
+        raise unknown_name("kl_controller", args.kl_controller, ("fixed", "adaptive"))
+    estimator = args.kl_estimator
+    if estimator is not None:
+        canonical_kl(estimator)
+    unread = {
+        "kl_estimator": placement == "none" and estimator is not None,
+        "kl_controller": placement == "none" and args.kl_controller != "fixed",
+        "kl_reward_level": placement not in ("reward", "both") and args.kl_reward_level is not None,
+        "kl_target": args.kl_controller != "adaptive" and args.kl_target is not None,
+        "kl_horizon": args.kl_controller != "adaptive" and args.kl_horizon is not None,
+        "use_bias_correction_kl": placement not in ("loss", "both") and bool(args.chosen_bias_correction),
+    }
+    for name, is_unread in unread.items():
+        if is_unread:
+            needs = "kl_controller='adaptive'" if name in ("kl_target", "kl_horizon") else "a KL that reads it (kl_placement)"
+            raise LossPlusError(f"{name}={getattr(args, name)!r}: nothing reads it. It needs {needs}; remove it otherwise.")
+    in_loss = placement in ("loss", "both")
+    name = estimator or ("k3" if in_loss else "k1")
+    correctable = canonical_kl(name) != "k2" and not name.endswith("+")
+    corrects = args.chosen_bias_correction
+    return {
+        "beta": args.beta,
+        "kl_placement": placement,
+        "kl_estimator": name,
+        "use_bias_correction_kl": in_loss and (correctable if corrects is None else corrects),
+        "kl_reward_coef": args.kl_reward_coef or 0.0,
+        "kl_reward_level": args.kl_reward_level or "sequence",
+        "kl_controller": args.kl_controller,
+        "kl_target": args.kl_target,
+        "kl_horizon": 10000.0 if args.kl_horizon is None else args.kl_horizon,
+    }
+
+
+def resolve_advantages(args: GRPOPlusConfig) -> dict[str, Any]:
+    """Estimator, scaling and whitening. Raises LossPlusError for contradictions, among them normalizing twice."""
+    by_column = args.multi_objective_aggregation == "normalize_then_sum"
+    name = args.advantage_estimator or ("gdpo" if by_column else "grpo")
+    entry = ADVANTAGE_ESTIMATORS.get(name)
+    if by_column and "reads_reward_columns" not in entry.traits:
+        raise LossPlusError(
+            f"multi_objective_aggregation='normalize_then_sum' with advantage_estimator={name!r}: it reads one summed reward. "
+            "Set advantage_estimator='gdpo', or multi_objective_aggregation='sum_then_normalize'."
+        )
+    normalization, scale = args.advantage_normalization, args.chosen_scale
+    if scale is not None and scale not in ("group", "batch", "none"):
+        raise unknown_name("scale_rewards", scale, ("group", "batch", "none"))
+    scales = "scale_rewards" in entry.options
+    if scale in ("group", "batch") and (normalization is not None or not scales):
+        reason = f"advantage_normalization={normalization!r}" if normalization is not None else f"advantage_estimator={name!r}"
+        raise LossPlusError(
+            f"scale_rewards={scale!r} with {reason}: the advantages would be normalized twice, or the scale ignored. Set "
+            "scale_rewards to none, or remove it."
+        )
+    if normalization in ("rollout", "learner") and name == "gdpo":
+        raise LossPlusError(
+            f"advantage_normalization={normalization!r} with the gdpo estimator, which normalizes over the batch itself: the "
+            "advantages would be normalized twice. Remove advantage_normalization."
+        )
+    level = args.kl_reward_level or "sequence"
+    in_reward = args.kl_placement in ("reward", "both")
+    if in_reward and level == "sequence" and "reads_reward_columns" in entry.traits:
+        raise LossPlusError(
+            f"kl_placement={args.kl_placement!r} with advantage_estimator={name!r}, which normalizes each reward function alone: "
+            "there is no summed reward to take the KL off. Set kl_reward_level='token', or kl_placement='loss'."
+        )
+    _check_scope(args, normalization, constant="constant_over_sequence" in entry.traits and not (in_reward and level == "token"))
+    return {
+        "advantage_estimator": name,
+        "scale_rewards": scale or ("group" if scales and normalization is None else "none"),
+        "advantage_normalization": normalization or "none",
+        "advantage_norm_scope": args.advantage_norm_scope or "batch",
+    }
+
+
+def _check_scope(args: GRPOPlusConfig, normalization: str | None, constant: bool) -> None:
+    scope = args.advantage_norm_scope
+    if scope is None:
+        return
+    if normalization not in ("rollout", "learner"):
+        raise LossPlusError(
+            f"advantage_norm_scope={scope!r}: nothing reads it. Set advantage_normalization to rollout or learner."
+        )
+    if scope == "sequence" and constant:
+        raise LossPlusError(
+            "advantage_norm_scope='sequence': the advantage is constant over a sequence, so its mean is itself and every "
+            "advantage would be 0. Set batch or group."
+        )

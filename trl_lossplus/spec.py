@@ -1,0 +1,180 @@
+"""LossSpec: a frozen description of one loss. Knows nothing of trainers; YAML <-> LossSpec."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import yaml
+
+from .functional.aggregation import AGGREGATIONS
+from .functional.errors import LossPlusError, unknown_name
+from .functional.kl import canonical_kl
+from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "clip_objective": ("min", "max"),
+    "importance_sampling_level": ("token", "sequence"),
+    "loss_aggregation": tuple(AGGREGATIONS),
+    "kl_placement": ("none", "reward", "loss", "both"),
+    "kl_reward_level": ("token", "sequence"),
+    "kl_controller": ("fixed", "adaptive"),
+    "scale_rewards": ("group", "batch", "none"),
+    "advantage_normalization": ("none", "rollout", "learner"),
+    "advantage_norm_scope": ("batch", "group", "sequence"),
+    "zero_std_groups": ("keep", "no_kl", "drop"),
+}
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """
+    One loss, by the names of the configuration fields (see `GRPOPlusConfig` for the meaning of each).
+
+    Policy: policy_loss, clip range `epsilon` below and `epsilon_high` above 1 (None: the same; for cispo the bound of the ratio
+    itself), clip_objective, delta, clip_ratio_c (> 1), importance_sampling_level, log_ratio_clamp (nats).
+    Aggregation: loss_aggregation, norm_length (tokens; None: the padded length).
+    KL: beta (coefficient in the loss), kl_estimator, kl_placement, use_bias_correction_kl (estimate times ratio),
+    kl_reward_coef, kl_reward_level, kl_controller, kl_target (nats a token), kl_horizon (rows).
+    Advantages: advantage_estimator, scale_rewards, advantage_normalization, advantage_norm_scope, zero_std_groups.
+    Entropy: entropy_coef, top_entropy_quantile. Off-policy rows: off_policy_mask_threshold (nats).
+
+    Raises:
+        LossPlusError: an unknown name (lists the allowed ones and the nearest) or a number out of its range.
+    """
+
+    policy_loss: str = "ppo_clip"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    clip_objective: str = "min"
+    delta: float | None = None
+    clip_ratio_c: float | None = None
+    importance_sampling_level: str = "token"
+    log_ratio_clamp: float = 20.0
+    cispo_ratio_min: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    loss_aggregation: str = "token_mean"
+    norm_length: float | None = None
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    kl_placement: str = "loss"
+    use_bias_correction_kl: bool = False
+    kl_reward_coef: float = 0.0
+    kl_reward_level: str = "sequence"
+    kl_controller: str = "fixed"
+    kl_target: float | None = None
+    kl_horizon: float = 10000.0
+    advantage_estimator: str = "grpo"
+    scale_rewards: str = "group"
+    advantage_normalization: str = "none"
+    advantage_norm_scope: str = "batch"
+    zero_std_groups: str = "keep"
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), allowed)
+        POLICY_LOSSES.get(self.policy_loss)
+        ADVANTAGE_ESTIMATORS.get(self.advantage_estimator)
+        estimator = canonical_kl(self.kl_estimator)
+        self._check_ranges()
+        if self.use_bias_correction_kl and self.kl_in_loss and (estimator == "k2" or estimator.endswith("+")):
+            raise LossPlusError(
+                f"use_bias_correction_kl=True with kl_estimator={self.kl_estimator!r}: the gradient of k2 is the reverse KL's "
+                "already, and times the ratio it is wrong. Set use_bias_correction_kl to false, or kl_estimator to k1, k3 or abs."
+            )
+
+    def _check_ranges(self) -> None:
+        bounds: dict[str, tuple[float, float, str]] = {
+            "epsilon": (0.0, float("inf"), ">= 0"),
+            "epsilon_high": (0.0, float("inf"), ">= 0"),
+            "beta": (0.0, float("inf"), ">= 0"),
+            "kl_reward_coef": (0.0, float("inf"), ">= 0"),
+            "top_entropy_quantile": (0.0, 1.0, "in [0, 1]"),
+        }
+        for name, (low, high, words) in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise LossPlusError(f"{name}={value} is out of range: it must be {words}.")
+        for name in ("log_ratio_clamp", "kl_horizon", "kl_target", "norm_length", "delta"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise LossPlusError(f"{name}={value} is out of range: it must be > 0.")
+        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
+            raise LossPlusError(
+                f"clip_ratio_c={self.clip_ratio_c} is out of range: the dual clip must be > 1 (3 is usual); at 1 or below it "
+                "would cut every token with a negative advantage."
+            )
+        if self.kl_controller == "adaptive" and self.kl_target is None:
+            raise LossPlusError("kl_controller='adaptive' needs kl_target, in nats a token (for instance 0.1); it is not set.")
+
+    @property
+    def clip_high(self) -> float:
+        """The clip range above 1: `epsilon_high`, or `epsilon` where that is None."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def sequence_level(self) -> bool:
+        """Whether the importance ratio is one a row."""
+        return self.importance_sampling_level == "sequence" or "sequence_level" in POLICY_LOSSES.get(self.policy_loss).traits
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether a KL term is part of the loss."""
+        return self.kl_placement in ("loss", "both") and self.beta != 0.0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL is taken off the rewards."""
+        return self.kl_placement in ("reward", "both") and self.kl_reward_coef != 0.0
+
+    def readers(self) -> dict[str, set[str]]:
+        """Which part of the loss reads which tensor: {tensor: {reader, ...}}."""
+        readers: dict[str, set[str]] = {}
+
+        def reads(reader: str, *tensors: str) -> None:
+            for tensor in tensors:
+                readers.setdefault(tensor, set()).add(reader)
+
+        reads(f"policy ({self.policy_loss})", "logps", "mask", *POLICY_LOSSES.get(self.policy_loss).requires)
+        if self.kl_in_loss:
+            reads("KL in the loss", "ref_logps", *(("old_logps",) if self.use_bias_correction_kl else ()))
+        if self.entropy_coef != 0.0:
+            reads("entropy bonus", "entropies")
+        if self.top_entropy_quantile < 1.0:
+            reads("high-entropy selection", "entropies")
+        if self.off_policy_mask_threshold is not None:
+            reads("off-policy mask", "advantages", "old_logps")
+        if self.loss_aggregation == "prompt_mean":
+            reads("aggregation (prompt_mean)", "group_ids")
+        return readers
+
+    def required(self) -> set[str]:
+        """The tensors that `compute_loss` reads under this spec."""
+        return set(self.readers())
+
+    def to_yaml(self) -> str:
+        """Every field as YAML, readable by `from_yaml`."""
+        return yaml.safe_dump(asdict(self), sort_keys=False)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LossSpec:
+        """A spec from field names and values. Raises LossPlusError for a name that is no field."""
+        known = {item.name for item in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise unknown_name("LossSpec field", name, known)
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> LossSpec:
+        """A spec from YAML text. Raises LossPlusError for unknown fields and values."""
+        return cls.from_dict(yaml.safe_load(text) or {})

@@ -1,0 +1,1 @@
+"""Subclasses of TRL's trainers that replace the loss and what feeds it."""

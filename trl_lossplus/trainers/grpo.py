@@ -1,0 +1,296 @@
+"""GRPOPlusTrainer: TRL's GRPOTrainer with a chosen loss."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..batch import LossBatch
+from ..config import GRPOPlusConfig
+from ..diagnostics.probes import StepStatistics
+from ..functional.correction import rollout_importance_weights
+from ..functional.errors import LossPlusError
+from ..functional.masking import row_means, row_sums
+from ..kl_control import AdaptiveKLController, FixedKLController, KLController
+from ..loss import LossOutput, compute_loss
+from ..spec import LossSpec
+from . import minibatch, rollout
+from .checks import check_dataset, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
+from .minibatch import MicroBatch
+from .normalize import whiten_together
+from .trl_seam import TRLSeam
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER_FILE = "kl_controller.json"
+
+
+class GRPOPlusTrainer(TRLSeam):
+    """
+    GRPO with the loss that `args` (a `GRPOPlusConfig`) describes.
+
+    Takes what TRL's `GRPOTrainer` takes. With TRL's fields alone it computes TRL's loss, gradient and metrics, except that an
+    optimizer step is normalized by its own token count, whatever its split into micro-batches and processes.
+
+    Raises:
+        LossPlusError: a dataset without prompts, a model that cannot be found, a reward function that cannot be called; during
+            training a reward that is infinite or of the wrong count.
+    """
+
+    args: GRPOPlusConfig
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOPlusConfig | None = None,
+        train_dataset: Any = None,
+        **kwargs: Any,
+    ):
+        args = GRPOPlusConfig() if args is None else args
+        if not isinstance(args, GRPOPlusConfig):
+            raise LossPlusError(f"args is a {type(args).__name__}; {type(self).__name__} needs a GRPOPlusConfig.")
+        check_model_path(model, args.model_init_kwargs, args.trust_remote_code)
+        if kwargs.get("environment_factory") is None:
+            check_dataset("train_dataset", train_dataset)
+        self.spec: LossSpec = args.loss_spec()
+        needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
+        super().__init__(
+            model=model,
+            reward_funcs=check_rewards(reward_funcs),
+            args=args,
+            train_dataset=train_dataset,
+            needs_reference=needs_reference,
+            **kwargs,
+        )
+        self.kl_controller: KLController = self._build_controller()
+        self._kl_factor = 1.0  # the coefficient in use over the configured one, fixed at each rollout
+        self._statistics = {"train": StepStatistics(), "eval": StepStatistics()}
+        self._trims_left = has_rotary_positions(self.model)
+        self._warned_of_no_signal = False
+        warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
+
+    # The KL coefficient.
+
+    def _build_controller(self) -> KLController:
+        coef = self.spec.beta if self.spec.kl_in_loss else self.spec.kl_reward_coef
+        if self.spec.kl_controller == "fixed":
+            return FixedKLController(coef)
+        return AdaptiveKLController(coef, cast(float, self.spec.kl_target), self.spec.kl_horizon)
+
+    @property
+    def _configured_coef(self) -> float:
+        return (self.spec.beta if self.spec.kl_in_loss else self.spec.kl_reward_coef) or 1.0
+
+    def save_state(self, checkpoint: str) -> None:
+        """Writes the controller's state beside the checkpoint's other files."""
+        Path(checkpoint, CONTROLLER_FILE).write_text(json.dumps(self.kl_controller.state_dict()))
+
+    def load_state(self, checkpoint: str) -> None:
+        """Restores the controller; without its file the configured coefficient stays, with a warning."""
+        path = Path(checkpoint, CONTROLLER_FILE)
+        if path.exists():
+            self.kl_controller.load_state_dict(json.loads(path.read_text()))
+        elif self.spec.kl_controller == "adaptive":
+            logger.warning("%s has no %s: the KL coefficient starts at %s.", checkpoint, CONTROLLER_FILE, self.kl_controller.coef)
+
+    # The rollout.
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Refuses infinite rewards."""
+        rollout.refuse_infinite(rewards, self.reward_func_names)
+
+    def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
+        """Advantages, group ids and flags of the local rows; KL in the reward and rollout-side normalization happen here."""
+        spec, mode = self.spec, self.mode
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        minibatch.loss_masks([out], drop_flat=False)
+        mask = out["loss_mask"]
+        kl, kl_rows = self._rollout_kl(out, mask)
+        scored = rollout.score_rollout(
+            spec, self.args.estimator_options, rewards, self.reward_weights.to(rewards), num_generations, kl_rows
+        )
+        rows = mask.shape[0]
+        here = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+        out["row"] = torch.arange(len(rewards), device=rewards.device)[here]
+        for name in ("advantages", "group_ids", "scored", "flat"):
+            out[name] = getattr(scored, name)[here]
+        if kl is not None and spec.kl_in_reward and spec.kl_reward_level == "token":
+            coef = spec.kl_reward_coef * self._kl_factor
+            out["advantages"] = rollout.token_kl_advantages(out["advantages"], kl, mask, coef)
+        if spec.advantage_normalization == "rollout":
+            out["advantages"] = whiten_together(
+                [minibatch.as_tokens(out["advantages"])],
+                [mask & out["scored"].unsqueeze(-1)],
+                [out["group_ids"]],
+                scope=spec.advantage_norm_scope,
+                num_groups=len(rewards) // num_generations,
+                gather=self.accelerator.gather,
+            )[0]
+        self._correct_rollout(out, mask)
+        self._log_groups(scored, num_generations)
+        return out
+
+    def _rollout_kl(self, out: MicroBatch, mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Per-token KL of the local rows and the penalty on all rows' rewards, each None where nothing reads it."""
+        spec = self.spec
+        adaptive = spec.kl_controller == "adaptive"
+        if self.mode == "train":
+            self._kl_factor = self.kl_controller.coef / self._configured_coef
+        if not (spec.kl_in_reward or adaptive):
+            return None, None
+        kl = rollout.rollout_kl(spec, self.rollout_logps(out), out["ref_per_token_logps"], mask)
+        sums = self.accelerator.gather(torch.stack([row_sums(kl, mask), mask.sum(-1).float()], 1))  # (N, 2)
+        penalty = None
+        if spec.kl_in_reward and spec.kl_reward_level == "sequence":
+            penalty = spec.kl_reward_coef * self._kl_factor * sums[:, 0]
+        tokens = sums[:, 1].sum().item()
+        mean = sums[:, 0].sum().item() / max(tokens, 1.0)
+        self.log_value("kl_rollout", mean)
+        if self.mode == "train":
+            self.log_value("kl_coef", self.kl_controller.coef)
+            if tokens:
+                self.kl_controller.update(mean, len(sums))
+        return kl, penalty
+
+    def _correct_rollout(self, out: MicroBatch, mask: Tensor) -> None:
+        """Importance weights for the sampler's mismatch, where TRL corrects for it."""
+        if out.get("importance_sampling_ratio") is not None:
+            out["importance_sampling_ratio"] = rollout_importance_weights(
+                out["old_per_token_logps"],
+                out["sampling_per_token_logps"],
+                mask,
+                mode=self.args.vllm_importance_sampling_mode,
+                clip_min=self.args.vllm_importance_sampling_clip_min,
+                clip_max=self.args.vllm_importance_sampling_clip_max,
+                log_ratio_clamp=self.spec.log_ratio_clamp,
+            )
+
+    def _log_groups(self, scored: rollout.ScoredRollout, num_generations: int) -> None:
+        metrics = rollout.group_metrics(scored, num_generations)
+        for name, value in metrics.items():
+            self.log_value(name, value)
+        self.replace_last("frac_reward_zero_std", metrics["group_reward/frac_flat"])
+        nothing_else = not (self.spec.kl_in_loss or self.spec.kl_in_reward or self.entropy_bonus_enabled)
+        if metrics["group_reward/frac_flat"] == 1.0 and nothing_else and not self._warned_of_no_signal:
+            self._warned_of_no_signal = True
+            logger.warning(
+                "No signal: in every group of this rollout all completions got the same reward, so every advantage is 0 and the "
+                "weights do not move. Look at the rewards; raise num_generations or the temperature, or take other prompts."
+            )
+
+    # Windows and micro-batches.
+
+    def cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Windows with their normalizers, learner-side normalization, trimming; the shown advantages are those used."""
+        train = self.mode == "train"
+        exact = not train or self.args.windows_are_exact
+        per_window = self.args.gradient_accumulation_steps if train and exact else len(micro_batches)
+        world = self.accelerator.num_processes
+        generations = self.num_generations if train else self.num_generations_eval
+        num_groups = world * sum(len(micro["group_ids"]) for micro in micro_batches) // generations
+        minibatch.loss_masks(micro_batches, drop_flat=self.spec.zero_std_groups == "drop")
+        minibatch.cut_windows(
+            micro_batches,
+            per_window=per_window,
+            num_groups=num_groups,
+            world_size=world,
+            reduce=lambda table: self.accelerator.reduce(table, reduction="sum"),
+            empty_rows=self.args.counts_empty_rows,
+            dropped="flat" if self.spec.zero_std_groups == "drop" else None,
+        )
+        if not exact:
+            minibatch.share_windows(micro_batches)
+        if self.spec.advantage_normalization == "learner":
+            minibatch.normalize_windows(
+                micro_batches,
+                per_window=per_window,
+                scope=self.spec.advantage_norm_scope,
+                num_groups=num_groups,
+                gather=self.accelerator.gather,
+            )
+        if self.log_completions:
+            self._show_advantages(micro_batches)
+        minibatch.trim(micro_batches, left=self._trims_left)
+        return micro_batches
+
+    def _show_advantages(self, micro_batches: list[MicroBatch]) -> None:
+        pairs = [
+            torch.stack([micro["row"].float(), row_means(tokens.expand(micro["loss_mask"].shape), micro["loss_mask"])], 1)
+            for micro in micro_batches
+            for tokens in (minibatch.as_tokens(micro["advantages"]).float(),)
+        ]
+        everyone = self.accelerator.gather(torch.cat(pairs))
+        self.show_advantages(everyone[everyone[:, 0].argsort(), 1].tolist())
+
+    # The loss of one micro-batch.
+
+    def micro_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
+        """This micro-batch's share of the optimizer step's loss; its statistics join the step's."""
+        train = self.mode == "train"
+        entropy_coef = self.entropy_coefficient() if self.entropy_bonus_enabled else 0.0
+        spec = replace(self.spec, beta=self.spec.beta * self._kl_factor, entropy_coef=entropy_coef)
+        micro_batches = self.current_gradient_accumulation_steps if train else 1
+        window = inputs["window"]
+        if train and not self.args.windows_are_exact:
+            window = minibatch.scaled_window(window, micro_batches)
+        batch, aux_loss = self._forward(model, inputs, spec)
+        output = compute_loss(batch, spec, window)
+        if aux_loss is not None:
+            output = output.with_term("aux", self.router_aux_loss_coef * aux_loss / micro_batches)
+        self._record(output, micro_batches, last=not train or self.accelerator.sync_gradients)
+        return output.loss
+
+    def _forward(self, model: nn.Module, inputs: MicroBatch, spec: LossSpec) -> tuple[LossBatch, Tensor | None]:
+        """The policy's forward pass, and the batch that the loss reads."""
+        logps, entropies, aux_loss = self.policy_forward(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        entropies = cast(Tensor, entropies)
+        entropies = entropies if spec.entropy_coef != 0.0 else entropies.detach()  # no graph for what nothing differentiates
+        mask = inputs["loss_mask"]
+        entropy_mask = None
+        if spec.top_entropy_quantile < 1.0:
+            entropy_mask = self.get_high_entropy_mask(entropies.detach(), mask, 1 - spec.top_entropy_quantile)
+        batch = LossBatch(
+            logps=logps,
+            old_logps=inputs.get("old_per_token_logps"),
+            advantages=inputs["advantages"],
+            mask=mask,
+            ref_logps=inputs.get("ref_per_token_logps"),
+            entropies=entropies,
+            rollout_weights=inputs.get("importance_sampling_ratio"),
+            rollout_logps=inputs.get("sampling_per_token_logps"),
+            group_ids=inputs["group_ids"],
+            kl_mask=~inputs["flat"].unsqueeze(-1) if spec.zero_std_groups == "no_kl" else None,
+            entropy_mask=entropy_mask,
+        )
+        return batch, aux_loss
+
+    def _record(self, output: LossOutput, micro_batches: int, last: bool) -> None:
+        """Adds to the optimizer step's statistics; at its end they are fetched and logged, one value a step."""
+        statistics = self._statistics[self.mode]
+        statistics.add(output.statistics)
+        statistics.add_terms(output, micro_batches)
+        if not last:
+            return
+        gather: Callable[..., Any] | None = self.gather_statistics if self.accelerator.num_processes > 1 else None
+        values = statistics.fetch(gather)
+        if self.entropy_bonus_enabled:
+            values["policy_loss"] = values["loss/policy"] + values.get("loss/kl", 0.0)  # TRL's name for the two together
+            if self.mode == "train":
+                if self.use_adaptive_entropy:
+                    self.update_entropy_control(values.get("entropy_selected", values["entropy"]))
+                values["entropy_coef"] = self.entropy_coef
+        if "loss/aux" in values:
+            values["aux_loss"] = values["loss/aux"] / self.router_aux_loss_coef
+        for name, value in values.items():
+            self.log_value(name, value)

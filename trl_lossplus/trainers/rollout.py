@@ -1,0 +1,151 @@
+"""What a rollout stores: rewards become advantages; the KL in the reward goes in here, before any advantage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..estimators import compute_advantages, weighted_sum
+from ..functional.advantages import group_spread, reward_to_go
+from ..functional.errors import LossPlusError
+from ..functional.kl import estimate_kl
+from ..functional.masking import row_sums, select
+from ..registry import ADVANTAGE_ESTIMATORS
+from ..spec import LossSpec
+
+
+@dataclass
+class ScoredRollout:
+    """
+    The rollout's rows on all processes, in generation order: (N,) each.
+
+    advantages: before any token-level part. scored: some reward function gave a number. flat: the group has no two different
+    rewards. mean, std: of the group's rewards (std with ddof 1).
+    """
+
+    advantages: Tensor
+    group_ids: Tensor
+    scored: Tensor
+    flat: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def score_rollout(
+    spec: LossSpec,
+    options: dict[str, Any],
+    rewards: Tensor,
+    reward_weights: Tensor,
+    num_generations: int,
+    kl_penalty: Tensor | None = None,
+) -> ScoredRollout:
+    """
+    From rewards to one advantage a completion.
+
+    Args:
+        rewards: (N, K) of all processes, one column a reward function, NaN where a function does not apply. Rows of one prompt
+            are the `num_generations` neighbours that the sampler laid together; from here on groups are told by id.
+        reward_weights: (K,). options: of the estimator.
+        kl_penalty: (N,) coefficient times summed KL, taken off each completion's reward.
+    """
+    group_ids = torch.arange(len(rewards), device=rewards.device) // num_generations
+    total = weighted_sum(rewards, reward_weights)
+    scored = ~torch.isnan(total)
+    if kl_penalty is not None:
+        total = total - kl_penalty
+    by_column = "reads_reward_columns" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits
+    options = {**options, "reward_weights": reward_weights} if by_column else options
+    one = torch.ones(len(rewards), 1, dtype=torch.bool, device=rewards.device)
+    result = compute_advantages(spec.advantage_estimator, rewards if by_column else total, one, group_ids, **options)
+    mean, std, flat = group_spread(total, group_ids)
+    return ScoredRollout(result.advantages.squeeze(-1), group_ids, scored, flat, mean, std)
+
+
+def rollout_kl(spec: LossSpec, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """Per-token KL estimate of the policy that sampled against the reference: (B, T) nats, 0 on masked positions, no gradient."""
+    clean_old, clean_ref = select(old_logps.detach().float(), mask), select(ref_logps.detach().float(), mask)
+    return estimate_kl(spec.kl_estimator, clean_old, clean_ref, log_ratio_clamp=spec.log_ratio_clamp)
+
+
+def token_kl_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
+    """(B,) advantages less the KL from each token to the end: (B, T), A_t - coef * sum over s >= t of KL_s."""
+    return select(advantages.unsqueeze(-1) - coef * reward_to_go(kl, mask), mask)
+
+
+def kl_penalty_rows(kl: Tensor, mask: Tensor, coef: float) -> Tensor:
+    """coef times each row's summed KL: (B,)."""
+    return coef * row_sums(kl, mask)
+
+
+def group_metrics(rollout: ScoredRollout, num_generations: int) -> dict[str, float]:
+    """Mean and spread of the rewards inside the groups, always by group: one value a rollout."""
+    std, flat = rollout.std[::num_generations], rollout.flat[::num_generations].float()
+    mean = rollout.mean[::num_generations]
+    values = torch.stack([mean.amin(), mean.amax(), std.mean(), std.amin(), std.amax(), flat.mean(), (~rollout.scored).sum()])
+    names = ("mean_min", "mean_max", "std", "std_min", "std_max", "frac_flat", "unscored")
+    return {f"group_reward/{name}": value for name, value in zip(names, values.tolist(), strict=True)}
+
+
+def refuse_infinite(rewards: Tensor, names: Sequence[str]) -> None:
+    """
+    Refuses a reward of plus or minus infinity.
+
+    Args:
+        rewards: (N, K) of all processes, so that every process refuses alike. names: of the K reward functions.
+
+    Raises:
+        LossPlusError: names the function, the row and the value.
+    """
+    bad = torch.isinf(rewards).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise LossPlusError(
+            f"reward function {names[column]!r} returned {rewards[row, column].item()} for completion {row} of {len(rewards)}: a "
+            "reward must be a finite number, or None where the completion cannot be scored."
+        )
+
+
+def _check_rewards(name: str, rewards: Any, expected: int) -> list[float | None]:
+    """The rewards as a list. Raises LossPlusError for a wrong type or count."""
+    if isinstance(rewards, Tensor):
+        rewards = rewards.tolist()
+    if not hasattr(rewards, "__len__") or isinstance(rewards, str | dict):
+        raise LossPlusError(
+            f"reward function {name!r} returned {type(rewards).__name__}; it must return a list "
+            f"of {expected} numbers, one a completion."
+        )
+    if len(rewards) != expected:
+        raise LossPlusError(
+            f"reward function {name!r} returned {len(rewards)} rewards for {expected} completions; it must return "
+            "one a completion."
+        )
+    for i, value in enumerate(rewards):
+        if value is not None and not isinstance(value, int | float) and not hasattr(value, "__float__"):
+            raise LossPlusError(
+                f"reward function {name!r} returned {value!r} for completion {i}; a reward is a number, or None if not scored."
+            )
+    return [None if value is None else float(value) for value in rewards]
+
+
+def checked_reward(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function (plain or async) whose result is checked: one number or None a completion. Keeps its name."""
+    name = getattr(func, "__name__", type(func).__name__)
+    if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
+
+        async def checked(*args: Any, **kwargs: Any) -> list[float | None]:
+            return _check_rewards(name, await func(*args, **kwargs), len(kwargs["completions"]))
+
+    else:
+
+        def checked(*args: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[misc]
+            return _check_rewards(name, func(*args, **kwargs), len(kwargs["completions"]))
+
+    result = wraps(func)(checked)
+    result.__name__ = name
+    return result

@@ -1,0 +1,263 @@
+"""
+The only file that names TRL's private API.
+
+`TRLSeam` is TRL's GRPOTrainer with its private steps turned into hooks with names of ours. What it overrides and reads is
+checked when this module is imported: a method that is missing or takes other arguments is an error, a changed body of an
+overridden method is one warning, and the versions that were tested are silent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import textwrap
+from typing import Any, cast
+
+import torch
+import trl
+from accelerate.utils import gather_object
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from .minibatch import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+# Method: the arguments that we pass or take, and fingerprints of its source in the versions that were tested.
+SEAM: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "_prepare_inputs": (("generation_batch",), frozenset({"40caff99c2cf"})),
+    "_generate_and_score_completions": (("inputs",), frozenset({"3d5cec813b83"})),
+    "_calculate_rewards": (("inputs", "prompts", "completions", "completion_ids_list"), frozenset({"5017fb893c0c"})),
+    "_compute_loss": (("model", "inputs"), frozenset({"16c4f3917b9f"})),
+    "_get_per_token_logps_and_entropies": (
+        ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"),
+        frozenset({"fecf708797b1"}),
+    ),
+    "get_high_entropy_mask": (("entropies", "mask", "threshold"), frozenset({"f7839444abae"})),
+    "_save_checkpoint": (("model", "trial"), frozenset({"10fa449292ba"})),
+    "_load_optimizer_and_scheduler": (("checkpoint",), frozenset({"d6497323f7e1"})),
+}
+ATTRIBUTES = ("_buffered_inputs", "_step", "_metrics", "_logs", "_entropy_bonus_enabled", "_last_world_entropy", "_tokenizer")
+SUPPORTED = "trl>=1.15,<1.17"
+
+FORWARD_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
+    "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+class TRLVersionError(ImportError):
+    """The installed TRL has not what this package needs."""
+
+
+def fingerprint(method: Any) -> str:
+    """The first 12 hex digits of a hash of a method's source, indentation aside."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def check_seam(trainer: type, version: str) -> list[str]:
+    """
+    Compares a trainer class with what this file relies on.
+
+    Returns:
+        The methods whose body is unknown but whose arguments fit (one warning names them).
+
+    Raises:
+        TRLVersionError: a method is missing or does not take our arguments; names the method and the version.
+    """
+    unknown = []
+    for name, (arguments, known) in SEAM.items():
+        method = getattr(trainer, name, None)
+        if method is None:
+            raise TRLVersionError(
+                f"TRL {version} has no {trainer.__name__}.{name}, which trl-lossplus overrides or calls. Install a TRL in "
+                f"the range that trl-lossplus declares (pip install '{SUPPORTED}')."
+            )
+        parameters = inspect.signature(method).parameters
+        missing = [argument for argument in arguments if argument not in parameters]
+        if missing:
+            raise TRLVersionError(
+                f"TRL {version}: {trainer.__name__}.{name} does not take {', '.join(missing)}, which trl-lossplus passes. "
+                f"Install a TRL in the range that trl-lossplus declares (pip install '{SUPPORTED}')."
+            )
+        if fingerprint(method) not in known:
+            unknown.append(name)
+    if unknown:
+        logger.warning(
+            "TRL %s is not a tested version: %s differ from what trl-lossplus knows. Run its mirror tests before you rely on it.",
+            version,
+            ", ".join(unknown),
+        )
+    return unknown
+
+
+class TRLSeam(GRPOTrainer):
+    """GRPOTrainer whose scoring, cutting and loss are the hooks below; everything else stays TRL's."""
+
+    args: Any
+    model: Any
+    num_generations: int
+    num_generations_eval: int
+    _logs: dict[str, Any]
+    _buffered_inputs: Any
+
+    def __init__(self, *args: Any, needs_reference: bool, **kwargs: Any):
+        # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone.
+        config = kwargs["args"]
+        beta = config.beta
+        config.beta = (beta or 1.0) if needs_reference else 0.0
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            config.beta = beta
+        lacking = [name for name in ATTRIBUTES if not hasattr(self, name)]
+        if lacking:
+            raise TRLVersionError(f"TRL {trl.__version__}: GRPOTrainer has no {', '.join(lacking)}. Install '{SUPPORTED}'.")
+        self._gathered_rewards: Tensor | None = None
+
+    # Hooks, to be overridden.
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Refuses (N, K) rewards, alike on every process."""
+
+    def make_rollout(self, rollout: MicroBatch, rewards: Tensor) -> MicroBatch:
+        """Replaces what TRL put into the rollout: (local) tensors, with the gathered (N, K) rewards."""
+        raise NotImplementedError
+
+    def cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Takes the shuffled rollout's micro-batches, in the order of use."""
+        raise NotImplementedError
+
+    def micro_loss(self, model: torch.nn.Module, inputs: MicroBatch) -> Tensor:
+        """The scalar to be differentiated for one micro-batch."""
+        raise NotImplementedError
+
+    def save_state(self, checkpoint: str) -> None:
+        """Called on the saving process with the checkpoint's folder."""
+
+    def load_state(self, checkpoint: str) -> None:
+        """Called on every process with the checkpoint's folder."""
+
+    # TRL's private steps.
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.check_rewards(rewards)
+        self._gathered_rewards = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> MicroBatch:
+        rollout = super()._generate_and_score_completions(inputs)
+        rewards, self._gathered_rewards = self._gathered_rewards, None
+        return self.make_rollout(rollout, cast(Tensor, rewards))
+
+    def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return self.cut([inputs])[0]
+        if self._buffered_inputs is not before:
+            self._buffered_inputs = self.cut(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: MicroBatch) -> Tensor:
+        return self.micro_loss(model, inputs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            self.save_state(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_state(checkpoint)
+
+    # What hooks need of TRL's state, under public names.
+
+    @property
+    def mode(self) -> str:
+        """train or eval."""
+        return "train" if self.model.training else "eval"
+
+    def log_value(self, name: str, value: float) -> None:
+        """One value of a metric; TRL logs the mean of those since the last log."""
+        self._metrics[self.mode][name].append(value)
+
+    def replace_last(self, name: str, value: float) -> None:
+        """Replaces the last value of a metric that TRL logged."""
+        self._metrics[self.mode][name][-1] = value
+
+    def show_advantages(self, advantages: list[float]) -> None:
+        """Puts the advantages that are used into the last rows of the completions table."""
+        table = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(table))):
+            table.pop()
+        table.extend(advantages)
+
+    def policy_forward(
+        self,
+        model: torch.nn.Module,
+        inputs: MicroBatch,
+        *,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        batch_size: int | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """
+        Log-probs and entropies (B, T) of the completion tokens, and the auxiliary loss of a mixture of experts.
+
+        `batch_size` rows at a time, all at once if None.
+        """
+        extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **extra,
+        )
+
+    def rollout_logps(self, rollout: MicroBatch) -> Tensor:
+        """
+        Log-probs (B, T) of the rollout under the policy as it is, without gradient; TRL's own where it took them.
+
+        They are not stored: where TRL takes none, the update is on-policy and the loss uses its own forward pass.
+        """
+        if rollout.get("old_per_token_logps") is not None:
+            return rollout["old_per_token_logps"]
+        rows = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self.policy_forward(self.model, rollout, batch_size=rows)[0]
+
+    def entropy_coefficient(self) -> float:
+        """The coefficient of the entropy bonus for this optimizer step, as TRL's control gates it."""
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    @property
+    def entropy_bonus_enabled(self) -> bool:
+        """Whether an entropy bonus is part of the loss in this run."""
+        return self._entropy_bonus_enabled
+
+    def update_entropy_control(self, entropy: float) -> None:
+        """TRL's adaptive entropy control: one step up or down, from the optimizer step's mean entropy over all processes."""
+        if entropy <= self.args.entropy_target:
+            self.entropy_coef = min(self.entropy_coef + self.args.entropy_coef_delta, self.args.entropy_coef_max)
+        else:
+            self.entropy_coef = max(self.entropy_coef - self.args.entropy_coef_delta, self.args.entropy_coef_min)
+        self._last_world_entropy = entropy
+
+    def gather_statistics(self, rows: list[Any]) -> list[Any]:
+        """Concatenates lists of plain objects over processes."""
+        return gather_object(rows)
+
+
+check_seam(GRPOTrainer, trl.__version__)
