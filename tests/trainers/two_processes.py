@@ -1,0 +1,39 @@
+"""Run by test_two_processes.py, on one or two processes: trains on fixed completions and saves weights and metrics."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from toyrun import fixed_rollout, letter_reward, trainer, weights  # noqa: E402
+
+
+def one_sided_reward(prompts, completions, **kwargs):
+    """Flat for every prompt but those of the first process of two."""
+    flat = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    return [0.5 if flat else len(text) / 10 for text in completions]
+
+
+def main():
+    model, out, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    reward = one_sided_reward if settings.pop("one_sided", False) else letter_reward
+    run = trainer(model, out, reward=reward, rollout=fixed_rollout, **settings)
+    run.train()
+    accelerator = run.accelerator
+    if accelerator.is_main_process:
+        torch.save(weights(run), out / "weights.pt")
+        facts = {
+            "processes": accelerator.num_processes,
+            "wrapped": type(run.model_wrapped).__name__,
+            "coef": run.kl_controller.coef,
+            "log": run.state.log_history,
+        }
+        (out / "facts.json").write_text(json.dumps(facts))
+    accelerator.wait_for_everyone()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+main()
