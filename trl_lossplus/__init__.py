@@ -24,6 +24,8 @@ _PUBLIC = {
     "register_advantage_estimator": "registry",
     "GRPOPlusConfig": "config",
     "GRPOPlusTrainer": "trainers.grpo",
+    "PPOPlusConfig": "ppo_config",
+    "PPOPlusTrainer": "trainers.ppo",
 }
 __all__ = sorted(_PUBLIC)
 

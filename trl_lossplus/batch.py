@@ -93,7 +93,7 @@ class LossBatch:
         row = self.mask.any(-1, keepdim=True)
         for item in fields(self):
             tensor = getattr(self, item.name)
-            if tensor is None or not tensor.is_floating_point():
+            if tensor is None or tensor.dtype == torch.bool or item.name == "group_ids":
                 continue
             tensor = tensor.unsqueeze(-1) if tensor.dim() == 1 else tensor
             valid = self.mask if tensor.shape == self.mask.shape else row
@@ -123,7 +123,9 @@ class DeclaredView:
         self._batch, self._owner, self._requires = batch, owner, requires | ALWAYS
 
     def __getattr__(self, name: str) -> Any:
-        if name in TENSORS and name not in self._requires:
+        if name not in TENSORS:
+            raise AttributeError(f"a policy loss sees the batch's tensors, log_ratio() and ratio(), not {name!r}")
+        if name not in self._requires:
             raise LossPlusError(
                 f"policy_loss {self._owner!r} reads {name}, which it did not declare: add it to requires= where it is "
                 f"registered. Declared: {', '.join(sorted(self._requires))}."

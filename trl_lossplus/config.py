@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from trl import GRPOConfig
 
+from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
-from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy
+from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
+from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
 from .spec import CHOICES, LossSpec
+
+TRL_CHOICES = {
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": CORRECTION_MODES,
+}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -37,8 +43,8 @@ class GRPOPlusConfig(GRPOConfig):
         "none where advantage_normalization is set or the estimator does not scale."
     )
     use_bias_correction_kl: bool | None = option(  # type: ignore[assignment]
-        "Multiply the KL in the loss by the importance ratio, which makes its gradient the reverse KL's. None: yes for k1, k3 "
-        "and abs (as TRL does for k3), no for estimators for which it would be wrong (k2 and the + forms)."
+        "Multiply the KL in the loss by the importance ratio, which makes its gradient the reverse KL's. None: yes for k1 "
+        "and k3 (as TRL), no for the others (k2 and the + forms have the right gradient without it, abs with neither)."
     )
     policy_loss: str | None = option(
         "Policy objective by name (`trl-lossplus explain` lists them) or package.module:function. None: from loss_type."
@@ -86,20 +92,25 @@ class GRPOPlusConfig(GRPOConfig):
         "keep",
     )
 
+    default_estimator = "grpo"
+    not_supplied = frozenset({"values", "old_values", "returns", "token_weights"})
+
     def __post_init__(self) -> None:
-        # What the user wrote, before None becomes what TRL reads.
-        self.chosen_loss_type = self.loss_type
-        words = {"True": "group", "true": "group", "False": "none", "false": "none"}
-        self.chosen_scale = None if self.scale_rewards is None else words.get(str(self.scale_rewards), self.scale_rewards)
-        self.chosen_bias_correction = self.use_bias_correction_kl
         if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
             raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
-        self.loss_type = self.loss_type or "dapo"
+        for name, allowed in TRL_CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), allowed)
+        if self.num_iterations < 1:
+            raise LossPlusError(f"num_iterations={self.num_iterations} is out of range: it must be >= 1.")
         spec = self.loss_spec()
-        self.scale_rewards = spec.scale_rewards
-        self.use_bias_correction_kl = spec.use_bias_correction_kl
         super().__post_init__()
         self._check_windows(spec)
+        if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:
+            raise LossPlusError(
+                f"kl_horizon={spec.kl_horizon:g} is too short for rollouts of {self.generation_batch_size} completions: the coefficient "
+                "could reach 0 in one update. 10000 is usual."
+            )
 
     def loss_spec(self) -> LossSpec:
         """
@@ -123,31 +134,49 @@ class GRPOPlusConfig(GRPOConfig):
             top_entropy_quantile=self.top_entropy_quantile,
             off_policy_mask_threshold=self.off_policy_mask_threshold,
             zero_std_groups=self.zero_std_groups,
+            **self.critic_values(),
         )
         self._check_reads(spec)
+        self._check_supply(spec)
         return spec
 
     def _check_reads(self, spec: LossSpec) -> None:
         """Settings that the chosen objective or estimator does not read."""
         entry = POLICY_LOSSES.get(spec.policy_loss)
-        chosen = {
-            "epsilon_high": self.epsilon_high is not None,
-            "delta": self.delta is not None,
-            "clip_ratio_c": self.clip_ratio_c is not None,
-            "cispo_ratio_min": self.cispo_ratio_min is not None,
-            "clip_objective": self.clip_objective != "min",
-        }
-        for name, is_set in chosen.items():
-            if is_set and entry.options and name not in entry.options:
-                raise LossPlusError(
-                    f"{name}={getattr(self, name)}: policy_loss {spec.policy_loss!r} does not read it. Remove it, or take an "
-                    f"objective that does. Read: {', '.join(sorted(entry.options)) or 'nothing'}."
-                )
+        unread = unread_settings(self, spec)
+        if unread:
+            name, value = next(iter(unread.items()))
+            raise LossPlusError(
+                f"{name}={value!r}: nothing reads it with policy_loss {spec.policy_loss!r}. Remove it, or take an objective that does. "
+                f"Read: {', '.join(sorted(entry.options)) or 'nothing'}."
+            )
         levels = not entry.options or "importance_sampling_level" in entry.options or "sequence_level" in entry.traits
         if spec.importance_sampling_level == "sequence" and not levels and not (spec.kl_in_loss and spec.use_bias_correction_kl):
-            raise LossPlusError(f"importance_sampling_level='sequence': policy_loss {spec.policy_loss!r} does not read it.")
+            raise LossPlusError(
+                f"importance_sampling_level='sequence': policy_loss {spec.policy_loss!r} does not read it. Remove it, or take ppo_clip, "
+                "cispo or sapo, which have a sequence-level ratio."
+            )
         if self.zero_std_groups == "no_kl" and not spec.kl_in_loss:
-            raise LossPlusError("zero_std_groups='no_kl': there is no KL in the loss that flat groups could be left out of.")
+            raise LossPlusError(
+                "zero_std_groups='no_kl': there is no KL in the loss that flat groups could be left out of. Set beta > 0, or "
+                "zero_std_groups to keep or drop."
+            )
+
+    def critic_values(self) -> dict[str, Any]:
+        """Values of the spec's critic fields: none without a critic."""
+        return {}
+
+    def _check_supply(self, spec: LossSpec) -> None:
+        """Tensors that the loss or the estimator reads and nothing here can make."""
+        readers = spec.readers()
+        for tensor in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).requires:
+            readers.setdefault(tensor, set()).add(f"advantage_estimator ({spec.advantage_estimator})")
+        for tensor in sorted(readers.keys() & self.not_supplied):
+            shape, maker = TENSORS[tensor]
+            raise LossPlusError(
+                f"{', '.join(sorted(readers[tensor]))} reads {tensor} {shape}, made by {maker}; a {type(self).__name__} has "
+                "no such thing. Take PPOPlusConfig and PPOPlusTrainer for a critic."
+            )
 
     def _check_windows(self, spec: LossSpec) -> None:
         """What only whole optimizer-step windows can do."""
@@ -169,6 +198,13 @@ class GRPOPlusConfig(GRPOConfig):
         """Micro-batches into which a process cuts one rollout (TRL's steps_per_generation)."""
         assert self.steps_per_generation is not None  # TRL's __post_init__ sets it
         return self.steps_per_generation
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts of one rollout, over all processes."""
+        assert self.generation_batch_size is not None  # TRL's __post_init__ sets both
+        assert self.num_generations is not None
+        return self.generation_batch_size // self.num_generations
 
     @property
     def windows_are_exact(self) -> bool:
@@ -196,4 +232,5 @@ class GRPOPlusConfig(GRPOConfig):
         spec = self.loss_spec()
         reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
         options = {"scale_rewards": spec.scale_rewards, "eps": 1e-4 if spec.advantage_estimator in ("grpo", "gdpo") else 1e-6}
+        options |= {name: getattr(spec, name) for name in ("gamma", "gae_lambda", "gae_lambda_critic")}
         return {name: value for name, value in options.items() if name in reads}

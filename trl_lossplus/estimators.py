@@ -11,7 +11,7 @@ from .functional import advantages as adv
 from .functional.advantages import Advantages
 from .functional.errors import LossPlusError, unknown_name
 from .functional.masking import row_sums, select
-from .registry import ADVANTAGE_ESTIMATORS, register_advantage_estimator
+from .registry import ADVANTAGE_ESTIMATORS, Entry, register_advantage_estimator
 
 SEQUENCE = {"constant_over_sequence"}
 
@@ -46,6 +46,15 @@ register_advantage_estimator(
     formula="batch-normalized sum of the reward functions' group-normalized rewards",
     source="GDPO, arXiv 2601.05242",
 )(adv.gdpo)
+
+register_advantage_estimator(
+    "gae",
+    requires={"old_values"},
+    options={"gamma", "gae_lambda", "gae_lambda_critic", "bootstrap"},
+    traits={"token_level", "whitened"},
+    formula="A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t",
+    source="GAE, arXiv 1506.02438",
+)(adv.gae)
 
 
 def weighted_sum(rewards: Tensor, reward_weights: Tensor | None) -> Tensor:
@@ -82,6 +91,29 @@ def compute_advantages(
         LossPlusError: unknown estimator or option, or a shape that does not fit.
     """
     entry = ADVANTAGE_ESTIMATORS.get(name)
+    _check_shapes(name, entry, rewards, mask, group_ids, values)
+    reward_weights = options.pop("reward_weights", None)
+    if reward_weights is not None:
+        reward_weights = torch.as_tensor(reward_weights, dtype=torch.float32)
+        if rewards.dim() != 2 or reward_weights.shape != rewards.shape[1:]:
+            raise LossPlusError(
+                f"reward_weights has shape {tuple(reward_weights.shape)}; with rewards of shape {tuple(rewards.shape)} it must hold "
+                "one weight a column of (B, K) rewards."
+            )
+    rewards = _reward_form(entry, rewards.detach().float(), mask, reward_weights)
+    if "reads_reward_columns" in entry.traits:
+        options["reward_weights"] = reward_weights
+    for option in sorted(options.keys() - entry.options):
+        if entry.options:
+            raise unknown_name(f"advantage_estimator {name!r}: option", option, entry.options)
+        raise LossPlusError(f"advantage_estimator {name!r} has no option {option!r}: it has none.")
+    if "token_level" in entry.traits:
+        given = (rewards, mask) if values is None else (rewards, values, mask)
+        return _checked(name, entry.func(*given, **options), mask)
+    return _checked(name, entry.func(rewards, group_ids, **options), mask)
+
+
+def _check_shapes(name: str, entry: Entry, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None) -> None:
     rows = mask.shape[0]
     if mask.dtype != torch.bool:
         raise LossPlusError(f"mask has dtype {mask.dtype}; it must be torch.bool.")
@@ -89,28 +121,37 @@ def compute_advantages(
         raise LossPlusError(f"rewards has shape {tuple(rewards.shape)}; for {rows} rows it must be (B,), (B, T) or (B, K).")
     if group_ids.shape != (rows,):
         raise LossPlusError(f"group_ids has shape {tuple(group_ids.shape)}; it must be ({rows},).")
-    rewards = rewards.detach().float()
-    reward_weights = options.pop("reward_weights", None)
-    if reward_weights is not None and rewards.dim() != 2:
-        raise LossPlusError(f"reward_weights needs rewards of shape (B, K), not {tuple(rewards.shape)}.")
+    if (values is not None) != ("old_values" in entry.requires):
+        given = "values were given, and it does not read any" if values is not None else "it needs values (B, T); they are None"
+        raise LossPlusError(f"advantage_estimator {name!r}: {given}.")
+
+
+def _reward_form(entry: Entry, rewards: Tensor, mask: Tensor, reward_weights: Tensor | None) -> Tensor:
+    """The rewards as the estimator reads them: by column, by token, or one a completion."""
     if "reads_reward_columns" in entry.traits:
-        rewards = rewards if rewards.dim() == 2 else rewards.unsqueeze(1)
-        options["reward_weights"] = reward_weights
-    elif reward_weights is not None:
-        rewards = weighted_sum(rewards, torch.as_tensor(reward_weights))
-    elif rewards.dim() == 2:
-        if rewards.shape != mask.shape:
-            raise LossPlusError(
-                f"rewards has shape {tuple(rewards.shape)} and mask {tuple(mask.shape)}: token rewards must fit the mask, "
-                "and (B, K) rewards of several functions need reward_weights=."
-            )
-        rewards = row_sums(rewards, mask)
-    for option in sorted(options.keys() - entry.options):
-        if entry.options:
-            raise unknown_name(f"advantage_estimator {name!r}: option", option, entry.options)
-        raise LossPlusError(f"advantage_estimator {name!r} has no option {option!r}: it has none.")
-    if values is not None and "values" not in entry.requires and "old_values" not in entry.requires:
-        raise LossPlusError(f"advantage_estimator {name!r} does not read values, and values were given.")
-    result = entry.func(rewards, group_ids, **options)
-    result = select(result.float().unsqueeze(-1).expand(mask.shape) if result.dim() == 1 else result.float(), mask)
-    return Advantages(result, result)
+        return rewards if rewards.dim() == 2 else rewards.unsqueeze(1)
+    if reward_weights is not None:
+        rewards = weighted_sum(rewards, reward_weights)
+    if rewards.dim() == 1:
+        return adv.token_rewards(rewards, mask) if "token_level" in entry.traits else rewards
+    if rewards.shape != mask.shape:
+        raise LossPlusError(
+            f"rewards has shape {tuple(rewards.shape)} and mask {tuple(mask.shape)}: token rewards must fit the mask, and (B, K) "
+            "rewards of several functions need reward_weights=."
+        )
+    return rewards if "token_level" in entry.traits else row_sums(rewards, mask)
+
+
+def _checked(name: str, result: Any, mask: Tensor) -> Advantages:
+    """What an estimator returned as `Advantages`. Raises LossPlusError where it is of another form."""
+    if isinstance(result, Advantages):
+        parts = result
+    elif isinstance(result, Tensor) and result.shape in (mask.shape, mask.shape[:1]):
+        tokens = result.float().unsqueeze(-1).expand(mask.shape) if result.dim() == 1 else result.float()
+        parts = Advantages(tokens, tokens)
+    else:
+        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise LossPlusError(
+            f"advantage_estimator {name!r} returned {what}; it must be a tensor (B,) or (B, T), or Advantages, for mask {tuple(mask.shape)}."
+        )
+    return Advantages(select(parts.advantages.float(), mask), select(parts.returns.float(), mask))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -13,8 +14,9 @@ from .functional.aggregation import Window, aggregate
 from .functional.entropy import high_entropy_mask
 from .functional.errors import LossPlusError
 from .functional.kl import estimate_kl
-from .functional.masking import masked_mean, masked_sum, row_means
+from .functional.masking import masked_mean, masked_sum, row_means, select
 from .functional.policy import PolicyTerm, off_policy_keep
+from .functional.value import value_loss
 from .objectives import importance_ratio
 from .registry import POLICY_LOSSES
 from .spec import LossSpec
@@ -40,7 +42,7 @@ class LossOutput:
     What `compute_loss` returns.
 
     loss: scalar for backward. terms: scalars with their coefficients in them, which sum to `loss`.
-    per_token: detached (B, T) tensors: policy, log_ratio, ratio, and kl and entropy where they were read.
+    per_token: detached (B, T) tensors: policy, log_ratio (raw), ratio (bounded), and kl and entropy where they were read.
     statistics: by metric name.
     """
 
@@ -134,6 +136,20 @@ def entropy_share(entropies: Tensor, mask: Tensor, selected: Tensor | None, wind
     return masked_mean(entropies, selected) * token_share
 
 
+def value_statistics(values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Statistic]:
+    """Mean value and return, clip fraction, and the four means from which the explained variance is pooled (see probes)."""
+    error = returns - values
+    tensors = {
+        "value/mean": values,
+        "value/clip_ratio": clipped,
+        "value/return_mean": returns,
+        "value/return_square": returns**2,
+        "value/error_mean": error,
+        "value/error_square": error**2,
+    }
+    return {name: pool(name, tensor, mask) for name, tensor in tensors.items()}
+
+
 def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None) -> LossOutput:
     """
     The loss of one micro-batch: its share of the optimizer step's loss.
@@ -152,7 +168,7 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
     batch.validate(spec.required())
     batch = batch.clean()
     mask = batch.mask
-    entropy_mask = batch.entropy_mask
+    entropy_mask = None if batch.entropy_mask is None else batch.entropy_mask & mask
     if spec.top_entropy_quantile < 1.0 and entropy_mask is None:
         entropy_mask = high_entropy_mask(cast(Tensor, batch.entropies).detach(), mask, spec.top_entropy_quantile)
 
@@ -162,8 +178,9 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
     term = _policy(batch, spec)
     policy = _weighted(term.per_token, batch, spec, entropy_mask)
     terms = {"policy": reduce(policy, mask)}
-    log_ratio = batch.log_ratio(spec.log_ratio_clamp).detach()
-    per_token = {"policy": policy.detach(), "log_ratio": log_ratio, "ratio": log_ratio.exp()}
+    log_ratio = batch.log_ratio(math.inf).detach()
+    ratio = batch.ratio(spec.log_ratio_clamp).detach()
+    per_token = {"policy": select(policy.detach(), mask), "log_ratio": log_ratio, "ratio": ratio}
     statistics = {name: pool(name, x, mask) for name, x in term.stats.items()}
     if spec.kl_in_loss:
         kl = _kl(batch, spec)
@@ -178,4 +195,12 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
             statistics["entropy_selected"] = pool("entropy_selected", batch.entropies, entropy_mask)
         if spec.entropy_coef != 0.0:
             terms["entropy"] = -spec.entropy_coef * entropy_share(batch.entropies, mask, entropy_mask, window)
+    if spec.vf_coef != 0.0:
+        values, returns = cast(Tensor, batch.values), cast(Tensor, batch.returns)
+        error, clipped = value_loss(
+            values, returns, batch.old_values, cliprange=spec.cliprange_value, kind=spec.value_loss, huber_delta=spec.huber_delta
+        )
+        terms["value"] = spec.vf_coef * reduce(error, mask)
+        per_token["value"] = error.detach()
+        statistics.update(value_statistics(values.detach(), returns, clipped, mask))
     return LossOutput(torch.stack(list(terms.values())).sum(), terms, per_token, statistics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,10 +23,10 @@ FREE_RATIO = {"importance_sampling_level", "log_ratio_clamp"}
 
 def importance_ratio(batch: LossBatch, spec: LossSpec) -> Tensor:
     """pi / pi_old at the spec's importance level: (B, T) for token, (B, 1) for sequence. Connected to the log-probs."""
-    d = batch.log_ratio(spec.log_ratio_clamp)
-    if spec.sequence_level:
-        d = policy.sequence_log_ratio(d, batch.mask)
-    return d.exp()
+    if not spec.sequence_level:
+        return batch.ratio(spec.log_ratio_clamp)
+    mean = policy.sequence_log_ratio(batch.log_ratio(math.inf), batch.mask)  # the mean is bounded, not its tokens
+    return mean.clamp(-spec.log_ratio_clamp, spec.log_ratio_clamp).exp()
 
 
 def _clip(ratio: Tensor, batch: LossBatch, spec: LossSpec) -> PolicyTerm:
@@ -76,8 +77,8 @@ def gspo(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
 )
 def gspo_token(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     """GSPO's ratio with a gradient of its own for each token: differs from gspo where advantages vary along a row."""
-    d = policy.sequence_token_log_ratio(batch.log_ratio(spec.log_ratio_clamp), batch.mask)
-    return _clip(d.exp(), batch, spec)
+    d = policy.sequence_token_log_ratio(batch.log_ratio(math.inf), batch.mask)
+    return _clip(d.clamp(-spec.log_ratio_clamp, spec.log_ratio_clamp).exp(), batch, spec)
 
 
 @register_policy_loss(
@@ -138,11 +139,12 @@ def sapo(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
 def gmpo(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     """Geometric mean of clipped ratios; the range is in log space."""
     return policy.gmpo(
-        batch.log_ratio(spec.log_ratio_clamp),
+        batch.log_ratio(math.inf),
         batch.advantages,
         batch.mask,
         epsilon_low=spec.epsilon,
         epsilon_high=spec.clip_high,
+        log_ratio_clamp=spec.log_ratio_clamp,
     )
 
 

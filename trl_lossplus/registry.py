@@ -55,6 +55,7 @@ class Registry:
     """Entries of one kind, by name. `kind` is the configuration field in which users name them."""
 
     kind: str
+    undeclared: frozenset[str] = frozenset()  # what a function named by its path reads, if it was not decorated
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def register(
@@ -106,8 +107,8 @@ class Registry:
         """
         The entry of a registered name, or of `package.module:function`.
 
-        A function named by its path may have been decorated (its requirements are then the declared ones); an undecorated one
-        reads `old_logps` and `advantages` beside `logps` and `mask`.
+        A function named by its path may have been decorated (its requirements are then the declared ones); an undecorated
+        policy loss reads `old_logps` and `advantages` beside `logps` and `mask`, an undecorated estimator rewards and group ids.
 
         Raises:
             LossPlusError: unknown name (lists the allowed ones and the nearest), module or function.
@@ -121,8 +122,7 @@ class Registry:
         declared = [entry for entry in self.entries.values() if entry.func is func]
         if declared:
             return declared[0]
-        formula = (func.__doc__ or "").strip()
-        return Entry(name, func, frozenset({"old_logps", "advantages"}), formula, name)
+        return Entry(name, func, self.undeclared, (func.__doc__ or "").strip(), name)
 
 
 def import_function(kind: str, path: str) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ def import_function(kind: str, path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError) as error:
         raise LossPlusError(f"{kind}={path!r}: module {module_name!r} cannot be imported ({error}).") from error
     func = getattr(module, function_name, None)
     if not callable(func):
@@ -144,8 +144,8 @@ def import_function(kind: str, path: str) -> Callable[..., Any]:
     return func
 
 
-POLICY_LOSSES = Registry("policy_loss")
-ADVANTAGE_ESTIMATORS = Registry("advantage_estimator")
+POLICY_LOSSES = Registry("policy_loss", frozenset({"old_logps", "advantages"}))
+ADVANTAGE_ESTIMATORS = Registry("advantage_estimator", frozenset({"group_ids"}))
 register_policy_loss = POLICY_LOSSES.register
 register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
 

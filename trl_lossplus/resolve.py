@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from .functional.errors import LossPlusError, unknown_name
 from .functional.kl import canonical_kl
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from .spec import CHOICES, LossSpec
 
 if TYPE_CHECKING:
     from .config import GRPOPlusConfig
 
+# Fields that only some objectives read, and those that only adaptive entropy control does.
+OBJECTIVE_FIELDS = (
+    "epsilon", "epsilon_high", "delta", "clip_ratio_c", "clip_objective", "cispo_ratio_min", "sapo_temperature_pos",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+ENTROPY_FIELDS = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 # TRL's loss_type: our objective and aggregation.
 TRL_LOSS_TYPES = {
     "grpo": ("ppo_clip", "seq_mean_token_mean"),
@@ -27,7 +35,7 @@ TRL_LOSS_TYPES = {
 def resolve_policy(args: GRPOPlusConfig) -> dict[str, Any]:
     """Objective, clip range and aggregation. Raises LossPlusError for contradictions."""
     trl_loss, trl_aggregation = TRL_LOSS_TYPES[args.loss_type or "dapo"]
-    chosen = args.chosen_loss_type
+    chosen = args.loss_type
     if args.policy_loss is None:
         policy_loss, aggregation = trl_loss, trl_aggregation
     else:
@@ -39,7 +47,9 @@ def resolve_policy(args: GRPOPlusConfig) -> dict[str, Any]:
                     "loss_aggregation if you want another aggregation."
                 )
             aggregation = trl_aggregation
-    aggregation = args.loss_aggregation or aggregation
+            if args.loss_aggregation is not None:
+                raise LossPlusError(f"loss_type={chosen!r}: nothing reads it beside policy_loss and loss_aggregation. Remove it.")
+    aggregation = aggregation if args.loss_aggregation is None else args.loss_aggregation
     epsilon_high = args.epsilon_high
     if args.policy_loss is None and policy_loss == "cispo" and epsilon_high is None:
         epsilon_high = args.epsilon  # TRL's meaning; explain warns of it
@@ -86,6 +96,14 @@ def _kl_placement(args: GRPOPlusConfig) -> str:
     return placement
 
 
+def _reward_level(args: GRPOPlusConfig) -> str:
+    """Token by token where the estimator works so, else by completion."""
+    name = args.advantage_estimator or args.default_estimator
+    by_token = "token_level" in ADVANTAGE_ESTIMATORS.get(name).traits
+    default = "token" if by_token else "sequence"
+    return default if args.kl_reward_level is None else args.kl_reward_level
+
+
 def resolve_kl(args: GRPOPlusConfig) -> dict[str, Any]:
     """Placement, estimator, coefficients and control. Raises LossPlusError for contradictions and for what nothing reads."""
     placement = _kl_placement(args)
@@ -100,74 +118,104 @@ def resolve_kl(args: GRPOPlusConfig) -> dict[str, Any]:
         "kl_reward_level": placement not in ("reward", "both") and args.kl_reward_level is not None,
         "kl_target": args.kl_controller != "adaptive" and args.kl_target is not None,
         "kl_horizon": args.kl_controller != "adaptive" and args.kl_horizon is not None,
-        "use_bias_correction_kl": placement not in ("loss", "both") and bool(args.chosen_bias_correction),
+        "use_bias_correction_kl": placement not in ("loss", "both") and bool(args.use_bias_correction_kl),
     }
     for name, is_unread in unread.items():
         if is_unread:
             needs = "kl_controller='adaptive'" if name in ("kl_target", "kl_horizon") else "a KL that reads it (kl_placement)"
             raise LossPlusError(f"{name}={getattr(args, name)!r}: nothing reads it. It needs {needs}; remove it otherwise.")
     in_loss = placement in ("loss", "both")
+    if placement == "reward" and estimator is not None and estimator.endswith("+"):
+        raise LossPlusError(
+            f"kl_estimator={estimator!r} with kl_placement='reward': a reward has no gradient, so the + does nothing. Set "
+            f"kl_estimator={estimator[:-1]!r}."
+        )
     name = estimator or ("k3" if in_loss else "k1")
-    correctable = canonical_kl(name) != "k2" and not name.endswith("+")
-    corrects = args.chosen_bias_correction
+    correctable = canonical_kl(name) in ("k1", "k3")
+    corrects = args.use_bias_correction_kl
     return {
         "beta": args.beta,
         "kl_placement": placement,
         "kl_estimator": name,
         "use_bias_correction_kl": in_loss and (correctable if corrects is None else corrects),
         "kl_reward_coef": args.kl_reward_coef or 0.0,
-        "kl_reward_level": args.kl_reward_level or "sequence",
+        "kl_reward_level": _reward_level(args),
         "kl_controller": args.kl_controller,
         "kl_target": args.kl_target,
         "kl_horizon": 10000.0 if args.kl_horizon is None else args.kl_horizon,
     }
 
 
+def _scale(args: GRPOPlusConfig) -> str | None:
+    """scale_rewards in words: TRL also takes true (group) and false (none)."""
+    words = {"True": "group", "true": "group", "False": "none", "false": "none"}
+    return None if args.scale_rewards is None else words.get(str(args.scale_rewards), args.scale_rewards)
+
+
+def unread_settings(args: GRPOPlusConfig, spec: LossSpec) -> dict[str, Any]:
+    """Loss settings that differ from their defaults although the chosen objective does not read them: {field: value}."""
+    entry = POLICY_LOSSES.get(spec.policy_loss)
+    defaults = {item.name: item.default for item in fields(type(args))}
+    changed = {name: getattr(args, name) for name in OBJECTIVE_FIELDS if getattr(args, name) != defaults[name]}
+    reads = set(entry.options)
+    if args.policy_loss is None and entry.name == "cispo" and args.epsilon_high is None:
+        reads.add("epsilon")
+    unread = {name: value for name, value in changed.items() if entry.options and name not in reads}
+    if not args.use_adaptive_entropy:
+        unread |= {name: getattr(args, name) for name in ENTROPY_FIELDS if getattr(args, name) != defaults[name]}
+    return unread
+
+
 def resolve_advantages(args: GRPOPlusConfig) -> dict[str, Any]:
     """Estimator, scaling and whitening. Raises LossPlusError for contradictions, among them normalizing twice."""
     by_column = args.multi_objective_aggregation == "normalize_then_sum"
-    name = args.advantage_estimator or ("gdpo" if by_column else "grpo")
+    name = args.advantage_estimator or ("gdpo" if by_column else args.default_estimator)
     entry = ADVANTAGE_ESTIMATORS.get(name)
     if by_column and "reads_reward_columns" not in entry.traits:
         raise LossPlusError(
             f"multi_objective_aggregation='normalize_then_sum' with advantage_estimator={name!r}: it reads one summed reward. "
             "Set advantage_estimator='gdpo', or multi_objective_aggregation='sum_then_normalize'."
         )
-    normalization, scale = args.advantage_normalization, args.chosen_scale
+    if args.advantage_normalization not in (None, *CHOICES["advantage_normalization"]):
+        raise unknown_name("advantage_normalization", args.advantage_normalization, CHOICES["advantage_normalization"])
+    normalization, scale = args.advantage_normalization, _scale(args)
     if scale is not None and scale not in ("group", "batch", "none"):
         raise unknown_name("scale_rewards", scale, ("group", "batch", "none"))
     scales = "scale_rewards" in entry.options
     if scale in ("group", "batch") and (normalization is not None or not scales):
         reason = f"advantage_normalization={normalization!r}" if normalization is not None else f"advantage_estimator={name!r}"
+        clash = "the advantages would be normalized twice" if normalization in ("rollout", "learner") else "the two contradict"
+        clash = clash if scales else "the estimator does not scale"
+        raise LossPlusError(f"scale_rewards={scale!r} with {reason}: {clash}. Set scale_rewards to none, or remove it.")
+    if "reads_reward_columns" in entry.traits and (normalization is not None or scale is not None):
+        field, value = ("advantage_normalization", normalization) if normalization is not None else ("scale_rewards", scale)
         raise LossPlusError(
-            f"scale_rewards={scale!r} with {reason}: the advantages would be normalized twice, or the scale ignored. Set "
-            "scale_rewards to none, or remove it."
+            f"{field}={value!r} with advantage_estimator={name!r}, which normalizes each reward in the group and the sum over the "
+            f"batch: it would be normalized twice, or the setting ignored. Remove {field}."
         )
-    if normalization in ("rollout", "learner") and name == "gdpo":
-        raise LossPlusError(
-            f"advantage_normalization={normalization!r} with the gdpo estimator, which normalizes over the batch itself: the "
-            "advantages would be normalized twice. Remove advantage_normalization."
-        )
-    level = args.kl_reward_level or "sequence"
+    level = _reward_level(args)
     in_reward = args.kl_placement in ("reward", "both")
     if in_reward and level == "sequence" and "reads_reward_columns" in entry.traits:
         raise LossPlusError(
             f"kl_placement={args.kl_placement!r} with advantage_estimator={name!r}, which normalizes each reward function alone: "
             "there is no summed reward to take the KL off. Set kl_reward_level='token', or kl_placement='loss'."
         )
-    _check_scope(args, normalization, constant="constant_over_sequence" in entry.traits and not (in_reward and level == "token"))
+    whitens = normalization if normalization is not None else ("rollout" if "whitened" in entry.traits else "none")
+    _check_scope(args, whitens, constant="token_level" not in entry.traits)
     return {
         "advantage_estimator": name,
         "scale_rewards": scale or ("group" if scales and normalization is None else "none"),
-        "advantage_normalization": normalization or "none",
-        "advantage_norm_scope": args.advantage_norm_scope or "batch",
+        "advantage_normalization": whitens,
+        "advantage_norm_scope": "batch" if args.advantage_norm_scope is None else args.advantage_norm_scope,
     }
 
 
-def _check_scope(args: GRPOPlusConfig, normalization: str | None, constant: bool) -> None:
+def _check_scope(args: GRPOPlusConfig, normalization: str, constant: bool) -> None:
     scope = args.advantage_norm_scope
     if scope is None:
         return
+    if scope not in CHOICES["advantage_norm_scope"]:
+        raise unknown_name("advantage_norm_scope", scope, CHOICES["advantage_norm_scope"])
     if normalization not in ("rollout", "learner"):
         raise LossPlusError(
             f"advantage_norm_scope={scope!r}: nothing reads it. Set advantage_normalization to rollout or learner."

@@ -10,6 +10,7 @@ import yaml
 from .functional.aggregation import AGGREGATIONS
 from .functional.errors import LossPlusError, unknown_name
 from .functional.kl import canonical_kl
+from .functional.value import VALUE_LOSSES
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -23,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "advantage_normalization": ("none", "rollout", "learner"),
     "advantage_norm_scope": ("batch", "group", "sequence"),
     "zero_std_groups": ("keep", "no_kl", "drop"),
+    "value_loss": VALUE_LOSSES,
 }
 
 
@@ -38,6 +40,8 @@ class LossSpec:
     kl_reward_coef, kl_reward_level, kl_controller, kl_target (nats a token), kl_horizon (rows).
     Advantages: advantage_estimator, scale_rewards, advantage_normalization, advantage_norm_scope, zero_std_groups.
     Entropy: entropy_coef, top_entropy_quantile. Off-policy rows: off_policy_mask_threshold (nats).
+    Critic: vf_coef (0: no value term), value_loss, huber_delta, cliprange_value (None: no clipping), gamma, gae_lambda,
+    gae_lambda_critic (None: the same).
 
     Raises:
         LossPlusError: an unknown name (lists the allowed ones and the nearest) or a number out of its range.
@@ -77,6 +81,14 @@ class LossSpec:
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
+    whiten_rewards: bool = False
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    gae_lambda_critic: float | None = None
+    vf_coef: float = 0.0
+    value_loss: str = "mse"
+    huber_delta: float = 1.0
+    cliprange_value: float | None = 0.2
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -85,12 +97,26 @@ class LossSpec:
         POLICY_LOSSES.get(self.policy_loss)
         ADVANTAGE_ESTIMATORS.get(self.advantage_estimator)
         estimator = canonical_kl(self.kl_estimator)
+        self._read_numbers()
         self._check_ranges()
         if self.use_bias_correction_kl and self.kl_in_loss and (estimator == "k2" or estimator.endswith("+")):
             raise LossPlusError(
                 f"use_bias_correction_kl=True with kl_estimator={self.kl_estimator!r}: the gradient of k2 is the reverse KL's "
                 "already, and times the ratio it is wrong. Set use_bias_correction_kl to false, or kl_estimator to k1, k3 or abs."
             )
+
+    def _read_numbers(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if "float" not in str(item.type) or value is None:
+                continue
+            try:  # YAML reads `1e-3`, without a point, as text
+                number = float(value) if isinstance(value, str) else value
+            except ValueError:
+                number = None
+            if not isinstance(number, int | float):
+                raise LossPlusError(f"{item.name}={value!r} is not a number.")
+            object.__setattr__(self, item.name, number)
 
     def _check_ranges(self) -> None:
         bounds: dict[str, tuple[float, float, str]] = {
@@ -99,12 +125,26 @@ class LossSpec:
             "beta": (0.0, float("inf"), ">= 0"),
             "kl_reward_coef": (0.0, float("inf"), ">= 0"),
             "top_entropy_quantile": (0.0, 1.0, "in [0, 1]"),
+            "gamma": (0.0, 1.0, "in [0, 1]"),
+            "gae_lambda": (0.0, 1.0, "in [0, 1]"),
+            "gae_lambda_critic": (0.0, 1.0, "in [0, 1]"),
+            "vf_coef": (0.0, float("inf"), ">= 0"),
         }
         for name, (low, high, words) in bounds.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise LossPlusError(f"{name}={value} is out of range: it must be {words}.")
-        for name in ("log_ratio_clamp", "kl_horizon", "kl_target", "norm_length", "delta"):
+        for name in (
+            "sapo_temperature_pos",
+            "sapo_temperature_neg",
+            "log_ratio_clamp",
+            "kl_horizon",
+            "kl_target",
+            "norm_length",
+            "delta",
+            "huber_delta",
+            "cliprange_value",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise LossPlusError(f"{name}={value} is out of range: it must be > 0.")
@@ -113,6 +153,17 @@ class LossSpec:
                 f"clip_ratio_c={self.clip_ratio_c} is out of range: the dual clip must be > 1 (3 is usual); at 1 or below it "
                 "would cut every token with a negative advantage."
             )
+        for item in fields(self):
+            if (value := getattr(self, item.name)) != value:
+                raise LossPlusError(f"{item.name}={value} is out of range: it must be a number.")
+        upper = 5.0 if self.epsilon_high is None else self.epsilon_high
+        if self.policy_loss == "cispo" and self.cispo_ratio_min is not None and self.cispo_ratio_min > upper:
+            raise LossPlusError(f"cispo_ratio_min={self.cispo_ratio_min} is out of range: it must be <= epsilon_high, {upper}.")
+        for name, places in (("beta", ("loss", "both")), ("kl_reward_coef", ("reward", "both"))):
+            if getattr(self, name) and self.kl_placement not in places:
+                raise LossPlusError(f"{name}={getattr(self, name)} with kl_placement={self.kl_placement!r}: nothing reads it.")
+        if self.kl_controller == "adaptive" and not (self.kl_in_loss or self.kl_in_reward):
+            raise LossPlusError("kl_controller='adaptive' needs a coefficient to start from: beta or kl_reward_coef is 0.")
         if self.kl_controller == "adaptive" and self.kl_target is None:
             raise LossPlusError("kl_controller='adaptive' needs kl_target, in nats a token (for instance 0.1); it is not set.")
 
@@ -153,6 +204,8 @@ class LossSpec:
             reads("high-entropy selection", "entropies")
         if self.off_policy_mask_threshold is not None:
             reads("off-policy mask", "advantages", "old_logps")
+        if self.vf_coef != 0.0:
+            reads("value loss", "values", "returns", *(() if self.cliprange_value is None else ("old_values",)))
         if self.loss_aggregation == "prompt_mean":
             reads("aggregation (prompt_mean)", "group_ids")
         return readers

@@ -64,7 +64,23 @@ class StepStatistics:
         local = {name: (self._pooled[name].kind, row[0], row[1]) for name, row in zip(names, rows, strict=True)}
         self._pooled = {}
         parts = [local] if gather is None else gather([local])
-        return {name: _pool(name, parts) for name in sorted({name for part in parts for name in part})}
+        values = {name: _pool(name, parts) for name in sorted({name for part in parts for name in part})}
+        return with_explained_variance(values)
+
+
+def with_explained_variance(values: dict[str, float]) -> dict[str, float]:
+    """
+    Replaces the pooled means of squares by `value/explained_variance` = 1 - Var(return - value) / Var(return).
+
+    1 is a perfect critic, 0 one that knows the mean, below 0 one that is worse than it. NaN where the returns do not vary.
+    """
+    if "value/return_square" not in values:
+        return values
+    values = dict(values)
+    error = values.pop("value/error_square") - values["value/error_mean"] ** 2
+    spread = values.pop("value/return_square") - values["value/return_mean"] ** 2
+    values["value/explained_variance"] = 1 - error / spread if spread > 1e-8 else float("nan")
+    return values
 
 
 def _pool(name: str, parts: list[dict[str, tuple[str, float, float]]]) -> float:

@@ -135,6 +135,60 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor
     return select(out, mask)
 
 
+def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:
+    """
+    Scores (B,) as token rewards (B, T): each on its row's last valid token, 0 elsewhere.
+
+    A row without valid tokens has nowhere to put its score and gets none.
+    """
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, columns, torch.full_like(columns, -1)).amax(-1, keepdim=True)
+    return torch.where((columns == last) & mask, scores.unsqueeze(-1), torch.zeros((), device=scores.device))
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+    gae_lambda_critic: float | None = None,
+    bootstrap: Tensor | None = None,
+) -> Advantages:
+    """
+    A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, over the valid tokens of each row.
+
+    Args:
+        rewards, values: (B, T); values are of the state before each token. mask: (B, T) bool; masked tokens (tools, padding) are
+            passed over: the next token is the next valid one, and nothing is bootstrapped from a masked value.
+        gamma: discount a valid token. gae_lambda: of the advantages. gae_lambda_critic: of the returns; None: the same.
+        bootstrap: (B,) value of the state after the last token, for rows that were cut off; None: every row ends there (0).
+
+    Returns:
+        `Advantages`: advantages, and returns = advantages (under the critic's lambda) + values; (B, T), 0 on masked positions.
+
+    Source: GAE (1506.02438) eq. 16; a decoupled lambda for the critic: VAPO (2504.05118).
+    """
+    rewards, values = select(rewards.float(), mask), select(values.detach().float(), mask)
+    after = torch.zeros_like(rewards[:, 0]) if bootstrap is None else bootstrap.detach().float()
+
+    def backward(lam: float) -> Tensor:
+        carry, next_value = torch.zeros_like(after), after
+        steps = []
+        for t in range(mask.shape[1] - 1, -1, -1):
+            valid = mask[:, t]
+            delta = rewards[:, t] + gamma * next_value - values[:, t]
+            carry = torch.where(valid, delta + gamma * lam * carry, carry)
+            next_value = torch.where(valid, values[:, t], next_value)
+            steps.append(carry)
+        return select(torch.stack(steps[::-1], 1), mask)
+
+    advantages = backward(gae_lambda)
+    target = advantages if gae_lambda_critic in (None, gae_lambda) else backward(gae_lambda_critic)
+    return Advantages(advantages, target + values)
+
+
 def group_spread(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     Mean and standard deviation (ddof 1) of the rewards of each row's group, and whether the group is flat.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .errors import LossPlusError, unknown_name
@@ -77,7 +78,7 @@ def aggregate(
         per_token: (B, T), or (B, 1) for one value a row, repeated over its tokens. mask: (B, T) bool.
         window: global counts; None: this batch is the whole step on one process, and rows without valid tokens do not
             count as rows.
-        norm_length: divisor of seq_mean_token_sum_norm in tokens; None: T.
+        norm_length: divisor of seq_mean_token_sum_norm in tokens; None: T, where the batch is the whole step.
         group_ids: (B,) integers, for prompt_mean.
 
     Returns:
@@ -85,13 +86,13 @@ def aggregate(
         backends average gradients over processes.
 
     Raises:
-        LossPlusError: unknown mode; prompt_mean without group ids.
+        LossPlusError: unknown mode; prompt_mean without group ids; a window without norm_length for seq_mean_token_sum_norm.
 
     Source: token_mean and seq_mean_token_sum_norm as in DAPO (2503.14476) and Dr. GRPO (2503.20783), the other names as in verl.
     """
     if mode not in AGGREGATIONS:
         raise unknown_name("loss_aggregation", mode, AGGREGATIONS)
-    x = per_token.expand(mask.shape)
+    x = (per_token.float() if per_token.dtype in (torch.bfloat16, torch.float16) else per_token).expand(mask.shape)
     rows: int | float | Tensor = mask.any(-1).sum() if window is None else window.num_rows
     if mode == "token_mean":
         share = masked_sum(x, mask) / _count(mask.sum() if window is None else window.num_tokens)
@@ -101,6 +102,10 @@ def aggregate(
         share = row_means(x, mask).sum() / _count(rows)
     elif mode == "seq_mean_token_sum":
         share = masked_sum(x, mask) / _count(rows)
+    elif mode == "seq_mean_token_sum_norm" and norm_length is None and window is not None:
+        raise LossPlusError(
+            "loss_aggregation='seq_mean_token_sum_norm' of a window needs norm_length: micro-batches differ in width."
+        )
     elif mode == "seq_mean_token_sum_norm":
         share = masked_sum(x, mask) / (_count(rows) * (mask.shape[-1] if norm_length is None else norm_length))
     else:

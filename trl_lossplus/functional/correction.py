@@ -45,6 +45,8 @@ def rollout_importance_weights(
     if mode.startswith("sequence"):
         difference = row_sums(difference, mask).unsqueeze(-1)
     weights = torch.exp(difference.clamp(-log_ratio_clamp, log_ratio_clamp))
+    if clip_min is None and clip_max is None:
+        return weights
     if mode.endswith("truncate"):
         return weights.clamp(min=clip_min, max=clip_max)
     low = float("-inf") if clip_min is None else clip_min

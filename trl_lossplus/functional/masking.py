@@ -63,8 +63,11 @@ class Moments(NamedTuple):
 def moments(x: Tensor, mask: Tensor) -> Moments:
     """Two-pass moments of the valid values (scalars). Exactly zero spread for equal values."""
     count = mask.sum().to(x.dtype)
-    mean = masked_sum(x, mask) / count.clamp(min=1)
-    return Moments(count, mean, masked_sum((x - mean) ** 2, mask))
+    x = select(x, mask)
+    mean = x.sum() / count.clamp(min=1)
+    low, high = x.masked_fill(~mask, float("inf")).amin(), x.masked_fill(~mask, float("-inf")).amax()
+    mean = torch.where(low == high, low, mean)
+    return Moments(count, mean, (select(x - mean, mask) ** 2).sum())
 
 
 def merge_moments(parts: Moments, dim: int = 0) -> Moments:
@@ -108,9 +111,11 @@ def whiten(
     Source: advantage whitening as in verl's `masked_whiten`, which raises for fewer than two tokens and leaves values on
     masked positions.
     """
+    x = select(x, mask)
     if mean is None or variance is None:
         own = moments(x, mask)
-        mean, variance = own.mean, own.variance()
+        mean = own.mean if mean is None else mean
+        variance = own.variance() if variance is None else variance
     white = (x - mean) * torch.rsqrt(variance + eps)
     return select(white if shift_mean else white + mean, mask)
 

@@ -129,6 +129,7 @@ def gmpo(
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
+    log_ratio_clamp: float = 20.0,
 ) -> PolicyTerm:
     """
     -mean_t(A) exp(mean_t m), m = sign(A) min(sign(A) d, sign(A) clip(d, -lo, hi)): a geometric mean of clipped ratios.
@@ -144,7 +145,7 @@ def gmpo(
     sign = advantages.sign()
     clipped = token_log_ratio.clamp(-epsilon_low, epsilon_high)
     kept = sign * torch.minimum(sign * token_log_ratio, sign * clipped)
-    ratio = torch.exp(row_means(kept, mask)).unsqueeze(-1)
+    ratio = torch.exp(row_means(kept, mask).clamp(-log_ratio_clamp, log_ratio_clamp)).unsqueeze(-1)
     loss = -row_means(advantages, mask).unsqueeze(-1) * ratio
     d = token_log_ratio.detach()
     return PolicyTerm(loss, _clip_stats(d, advantages, -epsilon_low, epsilon_high))

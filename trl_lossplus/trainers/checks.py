@@ -40,6 +40,16 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise LossPlusError(f"{name} is empty.")
 
 
+def check_rollout_size(dataset: Any, prompts: int) -> None:
+    """Raises LossPlusError when a rollout asks for more prompts than the dataset has: the sampler would give none at all."""
+    if hasattr(dataset, "__len__") and len(dataset) < prompts:
+        raise LossPlusError(
+            f"train_dataset has {len(dataset)} prompts, and one rollout takes {prompts} (generation_batch_size / num_generations): no "
+            "step could be trained. Lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation, raise "
+            "num_generations, or add prompts."
+        )
+
+
 def check_rewards(reward_funcs: Any) -> list[Any] | None:
     """
     The reward functions as a list, each callable one wrapped so that what it returns is checked.

@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 from ..batch import LossBatch
 from ..config import GRPOPlusConfig
 from ..diagnostics.probes import StepStatistics
+from ..estimators import compute_advantages
+from ..functional.aggregation import Window
 from ..functional.correction import rollout_importance_weights
 from ..functional.errors import LossPlusError
-from ..functional.masking import row_means, row_sums
+from ..functional.masking import row_means, row_sums, select
 from ..kl_control import AdaptiveKLController, FixedKLController, KLController
 from ..loss import LossOutput, compute_loss
 from ..spec import LossSpec
 from . import minibatch, rollout
-from .checks import check_dataset, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
+from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
 from .minibatch import MicroBatch
 from .normalize import whiten_together
 from .trl_seam import TRLSeam
@@ -61,6 +63,7 @@ class GRPOPlusTrainer(TRLSeam):
         check_model_path(model, args.model_init_kwargs, args.trust_remote_code)
         if kwargs.get("environment_factory") is None:
             check_dataset("train_dataset", train_dataset)
+            check_rollout_size(train_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         super().__init__(
@@ -69,6 +72,7 @@ class GRPOPlusTrainer(TRLSeam):
             args=args,
             train_dataset=train_dataset,
             needs_reference=needs_reference,
+            scale_rewards=self.spec.scale_rewards,
             **kwargs,
         )
         self.kl_controller: KLController = self._build_controller()
@@ -95,12 +99,17 @@ class GRPOPlusTrainer(TRLSeam):
         Path(checkpoint, CONTROLLER_FILE).write_text(json.dumps(self.kl_controller.state_dict()))
 
     def load_state(self, checkpoint: str) -> None:
-        """Restores the controller; without its file the configured coefficient stays, with a warning."""
+        """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
+        if self.spec.kl_controller != "adaptive":
+            return
         path = Path(checkpoint, CONTROLLER_FILE)
-        if path.exists():
-            self.kl_controller.load_state_dict(json.loads(path.read_text()))
-        elif self.spec.kl_controller == "adaptive":
-            logger.warning("%s has no %s: the KL coefficient starts at %s.", checkpoint, CONTROLLER_FILE, self.kl_controller.coef)
+        state = json.loads(path.read_text()) if path.exists() else {}
+        if state.get("kind") == "adaptive":
+            self.kl_controller.load_state_dict(state)
+        else:
+            logger.warning(
+                "%s has no adaptive %s: the KL coefficient starts at %s.", checkpoint, CONTROLLER_FILE, self.kl_controller.coef
+            )
 
     # The rollout.
 
@@ -114,18 +123,25 @@ class GRPOPlusTrainer(TRLSeam):
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
         minibatch.loss_masks([out], drop_flat=False)
         mask = out["loss_mask"]
-        kl, kl_rows = self._rollout_kl(out, mask)
+        kl, penalty = self._rollout_kl(out, mask)
+        penalty = self.reward_penalty(out, penalty)
         scored = rollout.score_rollout(
-            spec, self.args.estimator_options, rewards, self.reward_weights.to(rewards), num_generations, kl_rows
+            spec, self.args.estimator_options, rewards, self.reward_weights.to(rewards), num_generations, penalty
         )
         rows = mask.shape[0]
         here = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         out["row"] = torch.arange(len(rewards), device=rewards.device)[here]
-        for name in ("advantages", "group_ids", "scored", "flat"):
+        for name in ("group_ids", "scored", "flat"):
             out[name] = getattr(scored, name)[here]
-        if kl is not None and spec.kl_in_reward and spec.kl_reward_level == "token":
-            coef = spec.kl_reward_coef * self._kl_factor
-            out["advantages"] = rollout.token_kl_advantages(out["advantages"], kl, mask, coef)
+        token_kl = kl if spec.kl_in_reward and spec.kl_reward_level == "token" else None
+        coef = spec.kl_reward_coef * self._kl_factor
+        if scored.advantages is None:
+            table = rollout.token_reward_table(spec, scored.rewards[here], token_kl, coef, mask, self.accelerator.gather)
+            self.token_advantages(out, table, mask)
+        else:
+            out["advantages"] = scored.advantages[here]
+            if token_kl is not None:
+                out["advantages"] = rollout.token_kl_advantages(out["advantages"], token_kl, mask, coef)
         if spec.advantage_normalization == "rollout":
             out["advantages"] = whiten_together(
                 [minibatch.as_tokens(out["advantages"])],
@@ -138,6 +154,19 @@ class GRPOPlusTrainer(TRLSeam):
         self._correct_rollout(out, mask)
         self._log_groups(scored, num_generations)
         return out
+
+    def reward_penalty(self, out: MicroBatch, penalty: Tensor | None) -> Tensor | None:
+        """What is taken off the rewards (N,) of all processes; `penalty` holds the KL in the reward, or None."""
+        return penalty
+
+    def token_advantages(self, out: MicroBatch, rewards: Tensor, mask: Tensor, **options: Any) -> None:
+        """Advantages and returns (B, T) from token rewards (B, T), by an estimator that works token by token."""
+        options = {**self.args.estimator_options, **options}
+        name = self.spec.advantage_estimator
+        result = compute_advantages(name, rewards, mask, out["group_ids"], out.get("old_values"), **options)
+        scored = out["scored"].unsqueeze(-1)
+        out["advantages"] = select(result.advantages, scored)
+        out["returns"] = torch.where(scored, result.returns, out["old_values"]) if "old_values" in out else result.returns
 
     def _rollout_kl(self, out: MicroBatch, mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Per-token KL of the local rows and the penalty on all rows' rewards, each None where nothing reads it."""
@@ -175,11 +204,15 @@ class GRPOPlusTrainer(TRLSeam):
             )
 
     def _log_groups(self, scored: rollout.ScoredRollout, num_generations: int) -> None:
+        if num_generations == 1:
+            return
         metrics = rollout.group_metrics(scored, num_generations)
         for name, value in metrics.items():
             self.log_value(name, value)
         self.replace_last("frac_reward_zero_std", metrics["group_reward/frac_flat"])
-        nothing_else = not (self.spec.kl_in_loss or self.spec.kl_in_reward or self.entropy_bonus_enabled)
+        nothing_else = scored.advantages is not None and not (
+            self.spec.kl_in_loss or self.spec.kl_in_reward or self.entropy_bonus_enabled
+        )
         if metrics["group_reward/frac_flat"] == 1.0 and nothing_else and not self._warned_of_no_signal:
             self._warned_of_no_signal = True
             logger.warning(
@@ -243,11 +276,15 @@ class GRPOPlusTrainer(TRLSeam):
         if train and not self.args.windows_are_exact:
             window = minibatch.scaled_window(window, micro_batches)
         batch, aux_loss = self._forward(model, inputs, spec)
-        output = compute_loss(batch, spec, window)
+        output = self.combine(batch, spec, window)
         if aux_loss is not None:
             output = output.with_term("aux", self.router_aux_loss_coef * aux_loss / micro_batches)
         self._record(output, micro_batches, last=not train or self.accelerator.sync_gradients)
         return output.loss
+
+    def combine(self, batch: LossBatch, spec: LossSpec, window: Window) -> LossOutput:
+        """The terms of the loss, put together."""
+        return compute_loss(batch, spec, window)
 
     def _forward(self, model: nn.Module, inputs: MicroBatch, spec: LossSpec) -> tuple[LossBatch, Tensor | None]:
         """The policy's forward pass, and the batch that the loss reads."""

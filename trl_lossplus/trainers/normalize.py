@@ -42,6 +42,7 @@ def whiten_together(
     scope: str,
     num_groups: int,
     gather: Callable[[Tensor], Tensor],
+    shift_mean: bool = True,
 ) -> list[Tensor]:
     """
     Advantages of several micro-batches with mean 0 and variance 1 (ddof 1) over all their valid tokens on all processes.
@@ -49,7 +50,7 @@ def whiten_together(
     Args:
         advantages: (B, T) or (B, 1) each, with masks (B, T) bool and group ids (B,) below `num_groups`.
         scope: batch (all tokens together), group (the tokens of one prompt's completions), sequence (each row alone).
-        gather: stacks a tensor over processes along dim 0.
+        gather: stacks a tensor over processes along dim 0. shift_mean: False keeps the mean.
 
     Returns:
         (B, T) tensors, 0 on masked positions. They do not depend on the split into micro-batches and processes.
@@ -66,7 +67,10 @@ def whiten_together(
         gathered = gather(torch.stack(_columns(own)).unsqueeze(0))  # (processes, 3, keys)
         everyone = merge_moments(Moments(*gathered.unbind(1)))
         over = [(everyone.mean[k].unsqueeze(-1), everyone.variance()[k].unsqueeze(-1)) for k in keys]
-    return [whiten(x, m, mean=mean, variance=variance) for x, m, (mean, variance) in zip(tokens, masks, over, strict=True)]
+    return [
+        whiten(x, m, mean=mean, variance=variance, shift_mean=shift_mean)
+        for x, m, (mean, variance) in zip(tokens, masks, over, strict=True)
+    ]
 
 
 def _columns(moments: Moments) -> list[Tensor]:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..estimators import compute_advantages, weighted_sum
-from ..functional.advantages import group_spread, reward_to_go
+from ..functional.advantages import group_spread, reward_to_go, token_rewards
 from ..functional.errors import LossPlusError
 from ..functional.kl import estimate_kl
 from ..functional.masking import row_sums, select
 from ..registry import ADVANTAGE_ESTIMATORS
 from ..spec import LossSpec
+from .normalize import whiten_together
 
 
 @dataclass
@@ -25,11 +26,13 @@ class ScoredRollout:
     """
     The rollout's rows on all processes, in generation order: (N,) each.
 
-    advantages: before any token-level part. scored: some reward function gave a number. flat: the group has no two different
-    rewards. mean, std: of the group's rewards (std with ddof 1).
+    advantages: one a completion, before any token-level part; None for an estimator that works token by token. rewards: the
+    summed reward, less any penalty, NaN where not scored. scored: some reward function gave a number. flat: the group has no two
+    different rewards (in no column, where the estimator reads columns). mean, std: of the group's rewards before penalties.
     """
 
-    advantages: Tensor
+    advantages: Tensor | None
+    rewards: Tensor
     group_ids: Tensor
     scored: Tensor
     flat: Tensor
@@ -43,7 +46,7 @@ def score_rollout(
     rewards: Tensor,
     reward_weights: Tensor,
     num_generations: int,
-    kl_penalty: Tensor | None = None,
+    penalty: Tensor | None = None,
 ) -> ScoredRollout:
     """
     From rewards to one advantage a completion.
@@ -52,19 +55,24 @@ def score_rollout(
         rewards: (N, K) of all processes, one column a reward function, NaN where a function does not apply. Rows of one prompt
             are the `num_generations` neighbours that the sampler laid together; from here on groups are told by id.
         reward_weights: (K,). options: of the estimator.
-        kl_penalty: (N,) coefficient times summed KL, taken off each completion's reward.
+        penalty: (N,) what is taken off each completion's reward (KL, a missing end).
     """
     group_ids = torch.arange(len(rewards), device=rewards.device) // num_generations
     total = weighted_sum(rewards, reward_weights)
     scored = ~torch.isnan(total)
-    if kl_penalty is not None:
-        total = total - kl_penalty
-    by_column = "reads_reward_columns" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits
+    mean, std, flat = group_spread(total, group_ids)
+    traits = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits
+    if "reads_reward_columns" in traits:
+        flat = torch.stack([group_spread(column, group_ids)[2] for column in rewards.unbind(1)]).all(0)
+    if penalty is not None:
+        total = total - penalty
+    if "token_level" in traits:
+        return ScoredRollout(None, total, group_ids, scored, flat, mean, std)
+    by_column = "reads_reward_columns" in traits
     options = {**options, "reward_weights": reward_weights} if by_column else options
     one = torch.ones(len(rewards), 1, dtype=torch.bool, device=rewards.device)
     result = compute_advantages(spec.advantage_estimator, rewards if by_column else total, one, group_ids, **options)
-    mean, std, flat = group_spread(total, group_ids)
-    return ScoredRollout(result.advantages.squeeze(-1), group_ids, scored, flat, mean, std)
+    return ScoredRollout(result.advantages.squeeze(-1), total, group_ids, scored, flat, mean, std)
 
 
 def rollout_kl(spec: LossSpec, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -76,6 +84,22 @@ def rollout_kl(spec: LossSpec, old_logps: Tensor, ref_logps: Tensor, mask: Tenso
 def token_kl_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
     """(B,) advantages less the KL from each token to the end: (B, T), A_t - coef * sum over s >= t of KL_s."""
     return select(advantages.unsqueeze(-1) - coef * reward_to_go(kl, mask), mask)
+
+
+def token_reward_table(
+    spec: LossSpec, scores: Tensor, kl: Tensor | None, kl_coef: float, mask: Tensor, gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """
+    Token rewards (B, T): each row's score on its last valid token (0 if not scored), less coef * KL of every token, whitened over
+    all processes where the spec asks for it.
+    """
+    table = token_rewards(scores.nan_to_num(nan=0.0), mask)
+    if kl is not None:
+        table = table - kl_coef * select(kl, mask)
+    if spec.whiten_rewards:
+        ids = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
+        table = whiten_together([table], [mask], [ids], scope="batch", num_groups=1, gather=gather, shift_mean=False)[0]
+    return table
 
 
 def kl_penalty_rows(kl: Tensor, mask: Tensor, coef: float) -> Tensor:

@@ -12,6 +12,8 @@ import hashlib
 import inspect
 import logging
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -104,15 +106,18 @@ class TRLSeam(GRPOTrainer):
     _logs: dict[str, Any]
     _buffered_inputs: Any
 
-    def __init__(self, *args: Any, needs_reference: bool, **kwargs: Any):
-        # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone.
+    def __init__(self, *args: Any, needs_reference: bool, scale_rewards: str, **kwargs: Any):
+        # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone. Fields that are
+        # None with us have no meaning for TRL.
         config = kwargs["args"]
-        beta = config.beta
-        config.beta = (beta or 1.0) if needs_reference else 0.0
+        written = {name: getattr(config, name) for name in ("beta", "scale_rewards")}
+        config.beta = (config.beta or 1.0) if needs_reference else 0.0
+        config.scale_rewards = scale_rewards
         try:
             super().__init__(*args, **kwargs)
         finally:
-            config.beta = beta
+            for name, value in written.items():
+                setattr(config, name, value)
         lacking = [name for name in ATTRIBUTES if not hasattr(self, name)]
         if lacking:
             raise TRLVersionError(f"TRL {trl.__version__}: GRPOTrainer has no {', '.join(lacking)}. Install '{SUPPORTED}'.")
@@ -232,9 +237,35 @@ class TRLSeam(GRPOTrainer):
         """
         if rollout.get("old_per_token_logps") is not None:
             return rollout["old_per_token_logps"]
-        rows = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        with self.for_rollout_pass():
+            return self.policy_forward(self.model, rollout, batch_size=self.rows_per_pass)[0]
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows that a pass over the rollout takes at a time."""
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
+    @contextmanager
+    def for_rollout_pass(self) -> Iterator[None]:
+        """As TRL evaluates log-probs at the rollout: without gradient, and without checkpointing."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self.policy_forward(self.model, rollout, batch_size=rows)[0]
+            yield
+
+    def ended(self, rollout: MicroBatch) -> Tensor:
+        """Whether each completion ends with an end token: (B,) bool. One that TRL masked as truncated does not."""
+        lengths = rollout["completion_mask"].sum(1)
+        last = rollout["completion_ids"].gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        return torch.isin(last, torch.tensor(self.eos_token_ids, device=last.device)) & (lengths > 0)
+
+    def hide_from_vllm(self, hidden: Callable[[str], bool]) -> None:
+        """Keeps parameters, told by their names, out of what is sent to vLLM."""
+        generation: Any = self.vllm_generation
+        inner = generation._iter_named_params
+
+        def shown() -> Iterator[tuple[str, Tensor]]:
+            return ((name, tensor) for name, tensor in inner() if not hidden(name))
+
+        generation._iter_named_params = shown
 
     def entropy_coefficient(self) -> float:
         """The coefficient of the entropy bonus for this optimizer step, as TRL's control gates it."""

@@ -1,0 +1,332 @@
+"""GRPOPlusConfig: every field has its help and is read from YAML and command line, None means TRL's, and conflicts are errors."""
+
+import ast
+import dataclasses
+import traceback
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import GRPOConfig, TrlParser
+
+from trl_lossplus import GRPOPlusConfig, LossPlusError, LossSpec
+from trl_lossplus import config as config_module
+from trl_lossplus import resolve as resolve_module
+from trl_lossplus import spec as spec_module
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+THEIRS = {item.name: item for item in dataclasses.fields(GRPOConfig)}
+NEW = {
+    item.name: item
+    for item in dataclasses.fields(GRPOPlusConfig)
+    if item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata
+}
+CPU = {"use_cpu": True, "bf16": False}
+
+
+def make(**values):
+    return GRPOPlusConfig(**CPU, **values)
+
+
+def parse(*arguments):
+    (config,) = TrlParser([GRPOPlusConfig]).parse_args_and_config(["--use_cpu", "--bf16", "false", *arguments])
+    return config
+
+
+# Each new field: a value that is not its default, and what it needs beside it.
+LOSS_KL, REWARD_KL = {"beta": 0.1}, {"kl_placement": "reward", "kl_reward_coef": 0.1}
+ADAPTIVE = {**LOSS_KL, "kl_controller": "adaptive", "kl_target": 0.1}
+VALUES = {
+    "loss_type": ("grpo", {}),
+    "scale_rewards": ("batch", {}),
+    "use_bias_correction_kl": (False, LOSS_KL),
+    "policy_loss": ("gspo", {}),
+    "clip_objective": ("max", {}),
+    "clip_ratio_c": (3.0, {}),
+    "log_ratio_clamp": (10.0, {}),
+    "cispo_ratio_min": (0.5, {"policy_loss": "cispo"}),
+    "loss_aggregation": ("prompt_mean", {}),
+    "advantage_estimator": ("rloo", {}),
+    "advantage_normalization": ("learner", {}),
+    "advantage_norm_scope": ("group", {"advantage_normalization": "rollout"}),
+    "kl_estimator": ("k3+", LOSS_KL),
+    "kl_placement": ("both", {"beta": 0.1, "kl_reward_coef": 0.2}),
+    "kl_reward_coef": (0.2, {"kl_placement": "reward"}),
+    "kl_reward_level": ("token", REWARD_KL),
+    "kl_controller": ("adaptive", {**LOSS_KL, "kl_target": 0.1}),
+    "kl_target": (0.2, {**LOSS_KL, "kl_controller": "adaptive"}),
+    "kl_horizon": (100.0, ADAPTIVE),
+    "zero_std_groups": ("drop", {}),
+}
+
+
+def test_every_new_field_is_in_the_table_of_values():
+    """The table above is whole, so what the tests below say of it holds of every field."""
+    assert VALUES.keys() == NEW.keys()
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_help(name):
+    """Help text: there, one paragraph, and safe for argparse, which formats it."""
+    text = NEW[name].metadata["help"]
+    assert len(text) > 20
+    assert "\n" not in text
+    assert text % {} == text
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_yaml_and_command_line(name, tmp_path):
+    """Both give the value, the spec has it, and the command line wins over the file."""
+    value, needs = VALUES[name]
+    values = {**needs, name: value}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    flags = [word for item in values.items() for word in (f"--{item[0]}", str(item[1]))]
+    spec = make(**values).loss_spec()
+    assert getattr(spec, name, value) == value
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**values, name: 1.5 if isinstance(value, float) else None}))
+    for config in (parse("--config", str(file)), parse(*flags), parse("--config", str(other), f"--{name}", str(value))):
+        assert getattr(config, name) == value
+        assert config.loss_spec() == spec
+
+
+@pytest.mark.parametrize(("written", "meant"), [("false", "none"), ("true", "group"), ("none", "none"), ("null", "group")])
+def test_scale_rewards_as_trl_writes_it(written, meant, tmp_path):
+    """TRL's booleans and names, from YAML; null is the default."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"scale_rewards: {written}\n")
+    assert parse("--config", str(file)).loss_spec().scale_rewards == meant
+
+
+def test_numbers_that_yaml_takes_for_text(tmp_path):
+    """`1e-3` is text to YAML 1.1; the parser makes it a number."""
+    file = tmp_path / "config.yaml"
+    file.write_text("beta: 1e-3\nepsilon: 3e-4\n")
+    assert (parse("--config", str(file)).beta, parse("--config", str(file)).epsilon) == (1e-3, 3e-4)
+
+
+# TRL's loss_type -> objective, aggregation, upper clip bound; the level is the configuration's.
+TRL = {
+    "grpo": ("ppo_clip", "seq_mean_token_mean", None, None),
+    "bnpo": ("ppo_clip", "token_mean", None, None),
+    "dr_grpo": ("ppo_clip", "seq_mean_token_sum_norm", None, 512),
+    "dapo": ("ppo_clip", "token_mean", None, None),
+    "cispo": ("cispo", "token_mean", 0.2, None),
+    "sapo": ("sapo", "seq_mean_token_mean", None, None),
+    "luspo": ("ppo_clip", "seq_mean_token_sum", None, None),
+    "vespo": ("vespo", "token_mean", None, None),
+    None: ("ppo_clip", "token_mean", None, None),
+}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", TRL)
+def test_none_means_trls(loss_type, level):
+    """
+    TRL's fields alone: its objective, aggregation and KL (k3 in the loss, times the ratio).
+
+    vespo at sequence level is read by the KL's ratio alone, as in TRL, so without a KL it is refused.
+    """
+    objective, aggregation, epsilon_high, norm_length = TRL[loss_type]
+    expected = LossSpec(
+        policy_loss=objective,
+        loss_aggregation=aggregation,
+        epsilon_high=epsilon_high,
+        norm_length=norm_length,
+        importance_sampling_level=level,
+        beta=0.05,
+        use_bias_correction_kl=True,
+    )
+    config = make(loss_type=loss_type, importance_sampling_level=level, beta=0.05)
+    assert config.loss_spec() == expected
+    assert config.counts_empty_rows
+    assert (config.loss_type, config.scale_rewards, config.use_bias_correction_kl) == (loss_type or "dapo", "group", True)
+    if (loss_type, level) == ("vespo", "sequence"):
+        with pytest.raises(LossPlusError, match="importance_sampling_level='sequence'"):
+            make(loss_type=loss_type, importance_sampling_level=level)
+        return
+    without = make(loss_type=loss_type, importance_sampling_level=level).loss_spec()
+    assert without == dataclasses.replace(
+        expected, beta=0.0, kl_placement="none", use_bias_correction_kl=False, kl_estimator=without.kl_estimator
+    )
+
+
+@pytest.mark.parametrize("loss_type", [name for name in TRL if name not in ("sapo", "vespo")])
+def test_trls_epsilon_high_is_taken_as_it_is(loss_type):
+    assert make(loss_type=loss_type, epsilon_high=0.28).loss_spec().epsilon_high == 0.28
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"policy_loss": "gspo"}, "seq_mean_token_mean"),
+        ({"policy_loss": "gspo", "loss_type": "dapo"}, "token_mean"),
+        ({"policy_loss": "luspo"}, "seq_mean_token_sum"),
+        ({"policy_loss": "gspo", "loss_aggregation": "token_sum"}, "token_sum"),
+        ({"loss_type": "grpo", "loss_aggregation": "token_mean"}, "token_mean"),
+    ],
+)
+def test_aggregation_named_by_the_user_or_the_source(fields, expected):
+    """A chosen objective brings its source's aggregation; loss_type, then loss_aggregation, overrule it."""
+    config = make(**fields)
+    assert config.loss_spec().loss_aggregation == expected
+    assert not config.counts_empty_rows
+
+
+@pytest.mark.parametrize(
+    ("estimator", "in_loss", "corrected"),
+    [
+        (None, "k3", True), ("k1", "k1", True), ("abs", "abs", True), ("low_var_kl", "low_var_kl", True),
+        ("k2", "k2", False), ("mse", "mse", False), ("k1+", "k1+", False), ("k3+", "k3+", False),
+    ],
+)  # fmt: skip
+def test_bias_correction_left_at_none(estimator, in_loss, corrected):
+    """On for the estimators that need it, off for those that it would make wrong."""
+    spec = make(beta=0.1, kl_estimator=estimator).loss_spec()
+    assert (spec.kl_estimator, spec.use_bias_correction_kl) == (in_loss, corrected)
+    assert make(**REWARD_KL).loss_spec().kl_estimator == "k1"
+
+
+# Conflicts: fields, and what the message must name: the field, its value, what to do.
+SPLIT = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
+CONFLICTS = [
+    # a KL coefficient that nothing reads, KL in two places (C7)
+    ({"kl_reward_coef": 0.1}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='reward'"]),
+    ({"kl_reward_coef": 0.1, "beta": 0.2}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='both'"]),
+    ({"beta": 0.1, "kl_placement": "none"}, ["beta=0.1", "kl_placement='none'", "Set it to 0"]),
+    ({"kl_reward_coef": 0.1, "kl_placement": "none"}, ["kl_reward_coef=0.1", "kl_placement='none'", "Set it to 0"]),
+    ({"beta": 0.1, "kl_placement": "reward", "kl_reward_coef": 0.1}, ["beta=0.1", "'reward'", "kl_placement='both'"]),
+    ({"beta": 0.1, "kl_placement": "loss", "kl_reward_coef": 0.2}, ["kl_reward_coef=0.2", "'loss'", "kl_placement='both'"]),
+    ({"kl_placement": "loss"}, ["kl_placement='loss'", "beta > 0"]),
+    ({"kl_placement": "reward"}, ["kl_placement='reward'", "kl_reward_coef > 0"]),
+    ({"kl_placement": "both", "beta": 0.1}, ["kl_placement='both'", "kl_reward_coef > 0"]),
+    # settings of a KL that is not there
+    ({"kl_estimator": "k2"}, ["kl_estimator='k2'", "nothing reads it", "kl_placement", "remove it"]),
+    ({"kl_controller": "adaptive"}, ["kl_controller='adaptive'", "nothing reads it", "kl_placement"]),
+    ({"kl_reward_level": "token", "beta": 0.1}, ["kl_reward_level='token'", "nothing reads it", "kl_placement"]),
+    ({"kl_target": 0.1, "beta": 0.1}, ["kl_target=0.1", "nothing reads it", "kl_controller='adaptive'"]),
+    ({"kl_horizon": 10.0, "beta": 0.1}, ["kl_horizon=10.0", "nothing reads it", "kl_controller='adaptive'"]),
+    ({"use_bias_correction_kl": True}, ["use_bias_correction_kl=True", "nothing reads it", "kl_placement"]),
+    ({"use_bias_correction_kl": True, **REWARD_KL}, ["use_bias_correction_kl=True", "nothing reads it"]),
+    # bias correction that would be wrong
+    *(
+        ({"beta": 0.1, "use_bias_correction_kl": True, "kl_estimator": name}, ["use_bias_correction_kl=True", f"'{name}'", "Set"])
+        for name in ("k2", "mse", "biased_kl", "k2+", "k1+", "k3+", "abs+", "low_var_kl+")
+    ),
+    # adaptive control (D2)
+    ({"beta": 0.1, "kl_controller": "adaptive"}, ["kl_controller='adaptive'", "needs kl_target"]),
+    ({**ADAPTIVE, "kl_target": 0.0}, ["kl_target=0.0", "> 0"]),
+    ({**ADAPTIVE, "kl_target": -1.0}, ["kl_target=-1.0", "> 0"]),
+    ({**ADAPTIVE, "kl_horizon": 0.0}, ["kl_horizon=0.0", "> 0"]),
+    ({**ADAPTIVE, "kl_horizon": -5.0}, ["kl_horizon=-5.0", "> 0"]),
+    ({**ADAPTIVE, "beta": 0.0}, ["kl_controller='adaptive'", "nothing reads it"]),
+    ({**ADAPTIVE, "beta": 0.0, "kl_placement": "loss"}, ["kl_placement='loss'", "beta > 0"]),
+    # normalization twice, or of nothing
+    *(
+        ({"scale_rewards": scale, "advantage_normalization": side}, [f"scale_rewards='{scale}'", f"'{side}'", "twice", "Set"])
+        for scale in ("group", "batch") for side in ("rollout", "learner")
+    ),
+    ({"scale_rewards": "group", "advantage_estimator": "rloo"}, ["scale_rewards='group'", "'rloo'", "Set"]),
+    ({"advantage_estimator": "gdpo", "advantage_normalization": "learner"}, ["'learner'", "gdpo", "twice", "Remove"]),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"},
+        ["multi_objective_aggregation='normalize_then_sum'", "'rloo'", "Set advantage_estimator='gdpo'"],
+    ),
+    ({"advantage_estimator": "gdpo", **REWARD_KL}, ["kl_placement='reward'", "'gdpo'", "Set kl_reward_level='token'"]),
+    ({"advantage_norm_scope": "group"}, ["advantage_norm_scope='group'", "nothing reads it", "Set advantage_normalization"]),
+    *(
+        (
+            {"advantage_norm_scope": "sequence", "advantage_normalization": side, "advantage_estimator": name},
+            ["advantage_norm_scope='sequence'", "constant", "Set batch or group"],
+        )
+        for side in ("rollout", "learner") for name in ("grpo", "rloo", "maxrl")
+    ),
+    # what the objective does not read
+    ({"policy_loss": "sapo", "delta": 4.0}, ["delta=4.0", "'sapo'", "Remove it"]),
+    ({"policy_loss": "sapo", "epsilon_high": 0.3}, ["epsilon_high=0.3", "'sapo'", "Remove it"]),
+    ({"loss_type": "cispo", "clip_ratio_c": 3.0}, ["clip_ratio_c=3.0", "'cispo'", "Remove it"]),
+    ({"policy_loss": "vespo", "clip_objective": "max"}, ["clip_objective=max", "'vespo'", "Remove it"]),
+    ({"cispo_ratio_min": 0.5}, ["cispo_ratio_min=0.5", "'ppo_clip'", "Remove it"]),
+    ({"policy_loss": "gmpo", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'gmpo'"]),
+    ({"zero_std_groups": "no_kl"}, ["zero_std_groups='no_kl'", "no KL in the loss"]),
+    ({"loss_type": "sapo", "policy_loss": "gspo"}, ["loss_type='sapo'", "policy_loss='gspo'", "Remove loss_type"]),
+    ({"loss_type": "dr_grpo", "max_completion_length": None}, ["'seq_mean_token_sum_norm'", "None", "set it to a token count"]),
+    ({"advantage_estimator": "gae"}, ["advantage_estimator (gae)", "old_values", "PPOPlusConfig"]),
+    # windows
+    ({"advantage_normalization": "learner", **SPLIT}, ["advantage_normalization='learner'", "(3)", "(2)", "multiple"]),
+    ({"loss_aggregation": "prompt_mean", **SPLIT}, ["loss_aggregation='prompt_mean'", "(3)", "(2)", "multiple"]),
+    # numbers out of their range
+    ({"clip_ratio_c": 1.0}, ["clip_ratio_c=1.0", "must be > 1"]),
+    ({"clip_ratio_c": 0.5}, ["clip_ratio_c=0.5", "must be > 1"]),
+    ({"epsilon": -0.1}, ["epsilon=-0.1", ">= 0"]),
+    ({"epsilon_high": -0.1}, ["epsilon_high=-0.1", ">= 0"]),
+    ({"beta": -0.1}, ["beta=-0.1", ">= 0"]),
+    ({"beta": float("nan")}, ["beta=nan", ">= 0"]),
+    ({"kl_placement": "reward", "kl_reward_coef": -0.1}, ["kl_reward_coef=-0.1", ">= 0"]),
+    ({"top_entropy_quantile": 1.5}, ["top_entropy_quantile=1.5", "in [0, 1]"]),
+    ({"log_ratio_clamp": 0.0}, ["log_ratio_clamp=0.0", "> 0"]),
+    ({"delta": 0.0}, ["delta=0.0", "> 0"]),
+    # unknown names, with the nearest
+    ({"loss_type": "dpao"}, ["loss_type='dpao'", "'dapo'", "Allowed: bnpo"]),
+    ({"policy_loss": "ppo_clipp"}, ["policy_loss='ppo_clipp'", "Did you mean 'ppo_clip'", "package.module:function"]),
+    ({"policy_loss": "no_such_module:f"}, ["policy_loss='no_such_module:f'", "cannot be imported"]),
+    ({"clip_objective": "mim"}, ["clip_objective='mim'", "Did you mean 'min'", "Allowed: max, min"]),
+    ({"importance_sampling_level": "tokens"}, ["importance_sampling_level='tokens'", "Did you mean 'token'"]),
+    ({"loss_aggregation": "token_meen"}, ["loss_aggregation='token_meen'", "Did you mean 'token_mean'"]),
+    ({"advantage_estimator": "rlo"}, ["advantage_estimator='rlo'", "Did you mean 'rloo'"]),
+    ({"scale_rewards": "groups"}, ["scale_rewards='groups'", "Did you mean 'group'"]),
+    ({"advantage_normalization": "learners"}, ["advantage_normalization='learners'", "Did you mean 'learner'"]),
+    (
+        {"advantage_norm_scope": "groop", "advantage_normalization": "rollout"},
+        ["advantage_norm_scope='groop'", "Did you mean 'group'"],
+    ),
+    ({"kl_estimator": "k4", "beta": 0.1}, ["kl_estimator='k4'", "Did you mean", "low_var_kl"]),
+    ({"kl_placement": "rewards"}, ["kl_placement='rewards'", "Did you mean 'reward'"]),
+    ({"kl_controller": "adaptiv", "beta": 0.1}, ["kl_controller='adaptiv'", "Did you mean 'adaptive'"]),
+    ({"kl_reward_level": "tokn", **REWARD_KL}, ["kl_reward_level='tokn'", "Did you mean 'token'"]),
+    ({"zero_std_groups": "dropp"}, ["zero_std_groups='dropp'", "Did you mean 'drop'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "words"), CONFLICTS, ids=lambda x: str(x)[:70] if isinstance(x, dict) else "")
+def test_conflicts(fields, words):
+    """One line that names the field, the value and what to do, at construction."""
+    with pytest.raises(LossPlusError) as error:
+        make(**fields)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def raising_lines(*modules):
+    """(file name, first line) of every `raise` in these modules."""
+    trees = {Path(module.__file__): ast.parse(Path(module.__file__).read_text()) for module in modules}
+    skipped = {
+        id(node)
+        for tree in trees.values()
+        for other in ast.walk(tree)
+        if isinstance(other, ast.ClassDef) and other.name not in ("GRPOPlusConfig", "LossSpec")
+        for node in ast.walk(other)
+    }
+    return {
+        (path.name, node.lineno)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and id(node) not in skipped
+    }
+
+
+def test_no_conflict_is_untested():
+    """Every `raise` of GRPOPlusConfig, resolve.py and LossSpec is reached by a case above (a new one needs its case)."""
+    modules = (config_module, resolve_module, spec_module)
+    names = {Path(module.__file__).name for module in modules}
+    reached = set()
+    for fields, _ in [*CONFLICTS, ({"beat": 0.1}, None)]:
+        try:
+            LossSpec.from_dict(fields) if "beat" in fields else make(**fields)
+        except LossPlusError as error:
+            reached |= {(Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)}
+    assert {line for line in raising_lines(*modules) if line[0] in names} - reached == set()

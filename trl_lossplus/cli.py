@@ -1,0 +1,259 @@
+"""
+The command line: trl-lossplus COMMAND ...
+
+A command is a function from its arguments to an exit code, registered in `COMMANDS` with its one-line help. Bad input raises
+LossPlusError (or another ValueError, or OSError), which `main` turns into one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from . import __version__
+from .functional.errors import LossPlusError, unknown_name
+
+if TYPE_CHECKING:
+    from .config import GRPOPlusConfig
+
+PROG = "trl-lossplus"
+EXPLAIN_USAGE = f"""usage: {PROG} explain [--config FILE] [--num_processes N] [--any_field value ...]
+
+Prints the loss that a configuration describes, where each term acts, the tensors, the schedule and every warning.
+
+  --config FILE       YAML, as the recipes take it; what is no field of GRPOPlusConfig is listed and left aside
+  --num_processes N   processes of the launch (default 1): a rollout's completions are those of all of them
+  --any_field value   any field of GRPOPlusConfig, trl.GRPOConfig's among them; overrides the file
+"""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No Python warnings, and no log records below ERROR."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _take(arguments: list[str], flag: str) -> str | None:
+    """Removes `flag VALUE` or `flag=VALUE` from the arguments and returns the (last) value."""
+    value = None
+    for i in range(len(arguments) - 1, -1, -1):
+        if arguments[i] == flag:
+            if i + 1 == len(arguments):
+                raise LossPlusError(f"{flag} needs a value after it.")
+            taken = arguments[i + 1]
+            del arguments[i : i + 2]
+        elif arguments[i].startswith(f"{flag}="):
+            taken = arguments.pop(i).partition("=")[2]
+        else:
+            continue
+        value = taken if value is None else value
+    return value
+
+
+def explaining_config(num_processes: int) -> type[GRPOPlusConfig]:
+    """GRPOPlusConfig for reading only: it needs no accelerator and no launcher, and is one of `num_processes` processes."""
+    from .config import GRPOPlusConfig
+
+    class Explained(GRPOPlusConfig):
+        """A configuration without what only the training machine has."""
+
+        def __post_init__(self) -> None:
+            self.use_cpu, self.bf16, self.fp16 = True, False, False
+            self.bf16_full_eval, self.fp16_full_eval, self.tf32, self.torch_compile = False, False, None, False
+            self.deepspeed, self.fsdp, self.fsdp_config, self.parallelism_config = None, None, None, None
+            super().__post_init__()
+
+        @property
+        def world_size(self) -> int:
+            return num_processes
+
+    Explained.__name__ = GRPOPlusConfig.__name__  # messages name the class that the user knows
+    return Explained
+
+
+def _mapping(path: str) -> dict[str, Any]:
+    """The YAML file's keys and values. Raises LossPlusError for a file that holds no mapping."""
+    import yaml
+
+    try:
+        with open(path) as file:
+            values = yaml.safe_load(file)
+    except OSError as error:
+        raise LossPlusError(f"--config={path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise LossPlusError(f"--config={path}: no valid YAML ({error}).") from error
+    if not isinstance(values, dict):
+        raise LossPlusError(f"--config={path}: it must hold `field: value` lines.")
+    return values
+
+
+def left_aside(keys: Iterable[str], fields: Sequence[str]) -> list[str]:
+    """
+    What is said about the keys of a recipe that are no configuration fields.
+
+    Returns:
+        No line where there are none; else one that lists them, and one for each that looks like a misspelt field. The fields of
+        TRL's script and model arguments are never taken for misspelt ones.
+    """
+    from trl import ModelConfig, ScriptArguments
+
+    other = [str(key) for key in keys if key not in fields]
+    known = {"env", *(item.name for kind in (ScriptArguments, ModelConfig) for item in dataclasses.fields(kind))}
+    families = {name.split("_")[0] for name in fields if name.startswith(("kl_", "clip_", "advantage_", "loss_", "policy_"))}
+    lines = [f"not part of the loss: {', '.join(other)}"] if other else []
+    for key in other:
+        cutoff = 0.6 if key.split("_")[0] in families else 0.75
+        close = [] if key in known else difflib.get_close_matches(key, fields, n=1, cutoff=cutoff)
+        lines += [f"warning: {key} is not a field of the loss, did you mean {name}?" for name in close]
+    return lines
+
+
+def _refuse(message: str) -> NoReturn:
+    raise LossPlusError(f"{message}.")
+
+
+def parse_config(arguments: Sequence[str], say: Callable[[str], object]) -> GRPOPlusConfig:
+    """
+    The configuration of `[--config FILE] [--num_processes N] [--any_field value ...]`, read by TRL's own parser.
+
+    Args:
+        arguments: of the command line. say: takes each line about keys of the file that are left aside.
+
+    Raises:
+        LossPlusError: an unknown flag (names the nearest), or settings that contradict each other. ValueError: TRL refuses them.
+    """
+    from trl import TrlParser
+
+    rest = list(arguments)
+    path, processes = _take(rest, "--config"), _take(rest, "--num_processes") or "1"
+    if not processes.isdecimal() or int(processes) < 1:
+        raise LossPlusError(f"--num_processes={processes}: it must be a whole number of at least 1.")
+    kind = explaining_config(int(processes))
+    parser: Any = TrlParser([kind], add_help=False)  # type: ignore[list-item]
+    parser.error = _refuse
+    fields = [item.name for item in dataclasses.fields(kind) if item.init]
+    for line in left_aside(_mapping(path), fields) if path else ():
+        say(line)
+    unknown = parser.parse_known_args(rest)[1]
+    if unknown:
+        raise unknown_flag(unknown[0], fields)
+    file = ["--config", path] if path else []
+    try:
+        return parser.parse_args_and_config([*file, *rest], return_remaining_strings=True)[0]
+    except LossPlusError:
+        raise
+    except ValueError as error:
+        hint = " With more than 1 process, say --num_processes." if processes == "1" and "num_generations" in str(error) else ""
+        raise LossPlusError(f"{error}{hint}") from error
+    except TypeError as error:
+        raise LossPlusError(f"a field has a value of the wrong type: {error}.") from error
+
+
+def unknown_flag(flag: str, fields: Sequence[str]) -> LossPlusError:
+    """The error for an argument that is no field: names the nearest one."""
+    name = flag.partition("=")[0]
+    if not name.startswith("-"):
+        return LossPlusError(f"{flag!r} follows no --field.")
+    close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), fields, n=1, cutoff=0.5)
+    hint = f" Did you mean --{close[0]}?" if close else ""
+    return LossPlusError(f"{name} is not known.{hint} `{PROG} explain --help` lists the fields of the loss.")
+
+
+def choices() -> str:
+    """The fields that GRPOPlusConfig adds, and the names of objectives and estimators, as text."""
+    from trl import GRPOConfig
+
+    from .config import GRPOPlusConfig
+    from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+    theirs = {item.name: item for item in dataclasses.fields(GRPOConfig)}
+    ours = [
+        item for item in dataclasses.fields(GRPOPlusConfig) if item.metadata != getattr(theirs.get(item.name), "metadata", None)
+    ]
+    lines = ["Fields of the loss:", *(f"  --{item.name}  {item.metadata['help']}" for item in ours)]
+    for title, registry in (("policy_loss", POLICY_LOSSES), ("advantage_estimator", ADVANTAGE_ESTIMATORS)):
+        lines += ["", f"{title}:"]
+        for name in registry.names():
+            entry = registry.get(name)
+            options = f"; options {', '.join(sorted(entry.options))}" if entry.options else ""
+            lines.append(f"  {name}  {entry.formula} ({entry.source}){options}")
+    return "\n".join(lines) + "\n"
+
+
+def run_explain(arguments: Sequence[str]) -> int:
+    """`trl-lossplus explain`."""
+    if {"-h", "--help"} & set(arguments):
+        with quiet():
+            print(f"{EXPLAIN_USAGE}\n{choices()}", end="")
+        return 0
+    with quiet():
+        from .explain import explain
+
+        text = explain(parse_config(arguments, say=print))
+    print(text, end="")
+    return 0
+
+
+class Command(NamedTuple):
+    """A subcommand: what it does in a line, and the function that takes its arguments and returns the exit code."""
+
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+COMMANDS: dict[str, Command] = {
+    "explain": Command("the loss of a configuration in words, with every warning", run_explain),
+}
+
+
+def usage() -> str:
+    """The help of the whole program."""
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name.ljust(width)}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join([f"usage: {PROG} COMMAND ...", "", *commands, "", f"{PROG} COMMAND --help says more; --version.", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs one command.
+
+    Args:
+        argv: the arguments after the program's name; None: those of the process.
+
+    Returns:
+        The exit code: 0, or 2 for bad input, which is told in one line on stderr.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        sys.path.append(os.getcwd())  # for the user's own package.module:function
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"{PROG} {__version__}")
+        return 0
+    try:
+        if arguments[0] not in COMMANDS:
+            raise unknown_name("command", arguments[0], COMMANDS)
+        return COMMANDS[arguments[0]].run(arguments[1:])
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

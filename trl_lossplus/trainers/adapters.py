@@ -1,0 +1,98 @@
+"""
+Switching LoRA adapters inside a forward pass, without touching requires_grad.
+
+PEFT's `set_adapter` and `disable_adapter` flip requires_grad, which breaks the optimizer and the hooks of DDP and ZeRO; here the
+layers' active adapter is set and set back. Under gradient checkpointing the forward pass is run again in the backward pass, when
+another adapter may be active: the recomputation re-enters the one that was.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+State = tuple[Any, bool]
+
+
+def tuner_layers(module: nn.Module) -> list[BaseTunerLayer]:
+    """The PEFT layers below a module."""
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def read_state(layers: Sequence[BaseTunerLayer]) -> list[State]:
+    """Which adapter is active in each layer, and whether adapters are off."""
+    return [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+
+
+@contextmanager
+def in_state(layers: Sequence[BaseTunerLayer], states: Sequence[State]) -> Iterator[None]:
+    """The layers in the given states; on leaving, in those they had."""
+    before = read_state(layers)
+
+    def write(new: Sequence[State]) -> None:
+        for layer, (active, disabled) in zip(layers, new, strict=True):
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+    write(states)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+@contextmanager
+def active_adapter(module: nn.Module, name: str) -> Iterator[None]:
+    """One adapter active in every layer below `module`."""
+    layers = tuner_layers(module)
+    with in_state(layers, [([name], False)] * len(layers)):
+        yield
+
+
+def keep_adapter_in_recomputation(model: nn.Module) -> None:
+    """
+    Makes gradient checkpointing of `model` (a transformers model) run again under the adapter of the forward pass.
+
+    The method that sets checkpointing is replaced on the instance, since TRL turns it off and on around each generation.
+    """
+    inner = model._set_gradient_checkpointing
+
+    def set_checkpointing(self: Any, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any) -> Any:
+        func = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+        return inner(enable=enable, gradient_checkpointing_func=_adapter_aware(func), **kwargs)  # type: ignore[operator]
+
+    model._set_gradient_checkpointing = types.MethodType(set_checkpointing, model)  # type: ignore[assignment]
+    for module in model.modules():  # checkpointing that is on already
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _adapter_aware(module._gradient_checkpointing_func)
+
+
+def _adapter_aware(checkpoint: Any) -> Any:
+    """A checkpoint function whose recomputation is in the adapters' state of the forward pass."""
+    if getattr(checkpoint, "adapter_aware", False):
+        return checkpoint
+
+    def aware(function: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = getattr(function, "args", ())  # transformers passes partial(layer.__call__, ...) or partial(forward, layer)
+        owner = next(
+            (x for x in (*bound, getattr(getattr(function, "func", function), "__self__", None)) if isinstance(x, nn.Module)),
+            None,
+        )
+        if owner is None:
+            raise RuntimeError("gradient checkpointing of an unknown form: the checkpointed function is not a module's")
+        layers = tuner_layers(owner)
+        states = read_state(layers)
+
+        def run(*inputs: Any, **keywords: Any) -> Any:
+            with in_state(layers, states):
+                return function(*inputs, **keywords)
+
+        return checkpoint(run, *args, **kwargs)
+
+    aware.adapter_aware = True  # type: ignore[attr-defined]
+    return aware

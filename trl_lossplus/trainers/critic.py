@@ -1,0 +1,299 @@
+"""
+Critics: a scalar head on a second LoRA adapter, on the policy's own trunk, or on a model of its own.
+
+Each critic lives inside the policy's module, so that accelerate prepares one engine: one DDP, ZeRO or FSDP wrapper, one
+backward pass. A value belongs to the state before a token: with a prompt of P tokens, token t's value is read at position P - 1 + t.
+
+New heads are drawn with standard deviation 0.1 / sqrt(hidden size), so first values are of order 0.1 and the trunk gets a
+gradient from the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from ..functional.errors import LossPlusError
+from .adapters import active_adapter, keep_adapter_in_recomputation
+
+ADAPTER = "critic"
+# The name holds `lora_`, by which TRL tells what is not part of the model that vLLM serves.
+HEAD = "lora_value_head"
+MODEL = "critic_model"
+HEAD_FILE = "value_head.safetensors"
+
+
+def new_head(hidden_size: int, like: Tensor) -> nn.Linear:
+    """A scalar head without bias, of the dtype and device of `like`; see the head of this file for its scale."""
+    head = nn.Linear(hidden_size, 1, bias=False, dtype=like.dtype, device=like.device)
+    nn.init.normal_(head.weight, std=0.1 / hidden_size**0.5)
+    return head
+
+
+def hidden_size(model: nn.Module) -> int:
+    """Width of the last hidden states."""
+    return model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PeftModel, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+class Critic:
+    """
+    What the three critics have in common: a `role="critic"` of the policy module's forward.
+
+    values(model, input_ids, attention_mask) goes through the wrapped `model` and gives (B, P + C) values, float32.
+    """
+
+    kind = ""
+
+    def __init__(self, policy: nn.Module):
+        self.policy = policy
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, P + C) values at every position, inside the policy module's forward."""
+        raise NotImplementedError
+
+    def own(self, name: str) -> bool:
+        """Whether a parameter of the policy module, by its name, is the critic's."""
+        raise NotImplementedError
+
+    def ensure_trainable(self) -> None:
+        """Sets requires_grad again wherever it must be set; looked up live, since wrappers replace parameters."""
+
+    def values(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Values at every position, through the wrapped model: (B, P + C) float32."""
+        return model(input_ids=input_ids, attention_mask=attention_mask, role="critic")
+
+    def save(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
+        """Writes the critic into `folder`; `state_dict` is the gathered one of the policy module, or None."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote. Raises LossPlusError where it is not there."""
+        raise NotImplementedError
+
+    def _install(self) -> None:
+        """Gives the policy module's forward its role."""
+        inner = self.policy.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, role: str | None = None, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self.ensure_trainable()
+            return self.forward(*args, **kwargs) if role == "critic" else inner(*args, **kwargs)
+
+        self.policy.forward = forward
+
+    def _hidden(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Last hidden states of the trunk, without the LM head: (B, P + C, H)."""
+        trunk = base_of(self.policy).base_model
+        return trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state  # type: ignore[operator]
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        head = getattr(self.policy, HEAD)
+        return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+
+    def _add_head(self) -> None:
+        like = next(p for p in self.policy.parameters() if p.requires_grad)
+        self.policy.add_module(HEAD, new_head(hidden_size(self.policy), like))
+
+    def _save_head(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
+        weight = getattr(self.policy, HEAD).weight if state_dict is None else _by_suffix(state_dict, f"{HEAD}.weight")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"weight": weight.detach().cpu().contiguous().clone()}, folder / HEAD_FILE)
+        (folder / "critic.json").write_text(json.dumps({"critic": self.kind}))
+
+    def _load_head(self, folder: Path) -> None:
+        path = folder / HEAD_FILE
+        if not path.exists():
+            raise LossPlusError(f"critic_model_name_or_path={str(folder)!r}: there is no {HEAD_FILE} in it.")
+        with torch.no_grad():
+            getattr(self.policy, HEAD).weight.copy_(load_file(path)["weight"])
+
+
+def _by_suffix(state_dict: dict[str, Tensor], suffix: str) -> Tensor:
+    return next(tensor for name, tensor in state_dict.items() if name.endswith(suffix))
+
+
+class AdapterCritic(Critic):
+    """A second LoRA adapter and a head on the policy's base model, which exists once."""
+
+    kind = "adapter"
+
+    def __init__(self, policy: nn.Module, start: Path | None = None):
+        super().__init__(policy)
+        if not isinstance(policy, PeftModel) or not isinstance(policy.peft_config.get("default"), LoraConfig):
+            raise LossPlusError(
+                "critic='adapter' needs a policy with a LoRA adapter named 'default' (peft_config=LoraConfig(...)). Without LoRA "
+                "take critic='model' or 'shared'."
+            )
+        policy.add_adapter(ADAPTER, policy.peft_config["default"])
+        like = next(p for name, p in policy.named_parameters() if ".default." in name)
+        for name, parameter in policy.named_parameters():
+            if f".{ADAPTER}." in name:
+                parameter.data = parameter.data.to(like.dtype)  # one dtype over what is trained: ZeRO-3 needs it
+        self._add_head()
+        self.ensure_trainable()
+        keep_adapter_in_recomputation(base_of(policy))
+        self._install()
+        if start is not None:
+            self.load(start)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        with active_adapter(self.policy, ADAPTER):
+            return self._score(self._hidden(input_ids, attention_mask))
+
+    def own(self, name: str) -> bool:
+        return f".{ADAPTER}." in name or HEAD in name
+
+    def ensure_trainable(self) -> None:
+        for name, parameter in self.policy.named_parameters():
+            if f".{ADAPTER}." in name or ".default." in name or HEAD in name:
+                parameter.requires_grad_(True)
+
+    def save(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
+        self._save_head(folder, state_dict)  # PEFT wrote the adapter beside it
+
+    def load(self, folder: Path) -> None:
+        if (folder / "adapter_config.json").exists():
+            self.policy.load_adapter(str(folder), ADAPTER, is_trainable=True)  # type: ignore[operator]
+        self._load_head(folder)
+        self.ensure_trainable()
+
+
+class SharedCritic(Critic):
+    """A head on the policy's hidden states: its values come with the policy's forward pass."""
+
+    kind = "shared"
+
+    def __init__(self, policy: nn.Module, start: Path | None = None, detach: bool = False):
+        super().__init__(policy)
+        self.detach = detach
+        self._captured: Tensor | None = None
+        self._capturing = False
+        self._add_head()
+        self._install()
+        trunk: Any = base_of(policy).base_model
+        trunk.register_forward_hook(self._capture)
+        if start is not None:
+            self.load(start)
+
+    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._capturing:
+            hidden = output.last_hidden_state
+            self._captured = self._score(hidden.detach() if self.detach else hidden)
+
+    def with_policy(self, forward: Callable[[], Any]) -> tuple[Any, Tensor]:
+        """Runs a policy forward pass; returns its result and the values at every position that came with it."""
+        self._capturing = True
+        try:
+            result = forward()
+        finally:
+            self._capturing = False
+        values, self._captured = self._captured, None
+        assert values is not None
+        return result, values
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self._score(self._hidden(input_ids, attention_mask))
+
+    def own(self, name: str) -> bool:
+        return HEAD in name
+
+    def ensure_trainable(self) -> None:
+        getattr(self.policy, HEAD).requires_grad_(True)
+        if isinstance(self.policy, PeftModel):
+            for name, parameter in self.policy.named_parameters():
+                if ".default." in name:
+                    parameter.requires_grad_(True)
+
+    def save(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
+        self._save_head(folder, state_dict)
+
+    def load(self, folder: Path) -> None:
+        self._load_head(folder)
+
+
+class ModelCritic(Critic):
+    """A sequence-classification model of its own: from a causal model with a new head, or from a reward model with its head."""
+
+    kind = "model"
+
+    def __init__(self, policy: nn.Module, start: str, init_kwargs: dict[str, Any], trust_remote_code: bool = False):
+        super().__init__(policy)
+        kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs, "num_labels": 1}
+        kwargs.setdefault("dtype", base_of(policy).dtype)
+        try:
+            config = AutoConfig.from_pretrained(start, trust_remote_code=trust_remote_code)
+            critic = AutoModelForSequenceClassification.from_pretrained(start, **kwargs)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise LossPlusError(f"critic_model_name_or_path={start!r} cannot be loaded as a critic ({reason})") from None
+        if not isinstance(getattr(critic, "score", None), nn.Linear):
+            raise LossPlusError(f"critic_model_name_or_path={start!r}: a {type(critic).__name__} has no scalar `score` head.")
+        is_reward_model = any("SequenceClassification" in name for name in config.architectures or [])
+        if not is_reward_model:
+            critic.score = new_head(hidden_size(critic), critic.score.weight)
+        policy.add_module(MODEL, critic)
+        self.ensure_trainable()
+        self._install()
+
+    @property
+    def model(self) -> nn.Module:
+        """The critic's model."""
+        return getattr(self.policy, MODEL)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        critic: Any = self.model
+        hidden = critic.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return critic.score(hidden).squeeze(-1).float()
+
+    def own(self, name: str) -> bool:
+        return f"{MODEL}." in name
+
+    def ensure_trainable(self) -> None:
+        self.model.requires_grad_(True)
+
+    def save(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
+        mine = None
+        if state_dict is not None:
+            mine = {name.split(f"{MODEL}.", 1)[1]: tensor for name, tensor in state_dict.items() if f"{MODEL}." in name}
+        self.model.save_pretrained(folder, state_dict=mine)  # type: ignore[operator]
+
+    def load(self, folder: Path) -> None:
+        files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            raise LossPlusError(f"{folder} holds no critic (model.safetensors).")
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self.model.load_state_dict(state)
+
+
+def without_critic(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The policy's part of the module's state dict."""
+    return {name: tensor for name, tensor in state_dict.items() if HEAD not in name and f"{MODEL}." not in name}
+
+
+def values_at_tokens(values: Tensor, prompt_length: int) -> Tensor:
+    """
+    From values at every position to one a completion token, and one after the last.
+
+    Args:
+        values: (B, P + C).
+
+    Returns:
+        (B, C + 1): column t is the value of the state before token t, read at position P - 1 + t; the last column that of the
+        state after the last token.
+    """
+    return values[:, prompt_length - 1 :]
