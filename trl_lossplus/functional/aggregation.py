@@ -78,7 +78,8 @@ def aggregate(
         per_token: (B, T), or (B, 1) for one value a row, repeated over its tokens. mask: (B, T) bool.
         window: global counts; None: this batch is the whole step on one process, and rows without valid tokens do not
             count as rows.
-        norm_length: divisor of seq_mean_token_sum_norm in tokens; None: T, where the batch is the whole step.
+        norm_length: divisor of seq_mean_token_sum_norm in tokens; None: T of this batch (give it
+            where micro-batches differ in width).
         group_ids: (B,) integers, for prompt_mean.
 
     Returns:
@@ -86,7 +87,7 @@ def aggregate(
         backends average gradients over processes.
 
     Raises:
-        LossPlusError: unknown mode; prompt_mean without group ids; a window without norm_length for seq_mean_token_sum_norm.
+        LossPlusError: unknown mode; prompt_mean without group ids.
 
     Source: token_mean and seq_mean_token_sum_norm as in DAPO (2503.14476) and Dr. GRPO (2503.20783), the other names as in verl.
     """
@@ -102,10 +103,6 @@ def aggregate(
         share = row_means(x, mask).sum() / _count(rows)
     elif mode == "seq_mean_token_sum":
         share = masked_sum(x, mask) / _count(rows)
-    elif mode == "seq_mean_token_sum_norm" and norm_length is None and window is not None:
-        raise LossPlusError(
-            "loss_aggregation='seq_mean_token_sum_norm' of a window needs norm_length: micro-batches differ in width."
-        )
     elif mode == "seq_mean_token_sum_norm":
         share = masked_sum(x, mask) / (_count(rows) * (mask.shape[-1] if norm_length is None else norm_length))
     else:
