@@ -19,7 +19,8 @@ def test_c3_kl_is_taken_off_the_reward():
     penalty = kl_penalty_rows(rollout_kl(spec, old, ref, mask), mask, 0.1)
     assert penalty.tolist() == pytest.approx([0.2, 0.0])
     scored = score_rollout(spec, {"scale_rewards": "none"}, torch.tensor([[1.0], [0.0]]), torch.ones(1), 2, penalty)
-    assert scored.mean.tolist() == pytest.approx([0.4, 0.4])
+    assert scored.rewards.tolist() == pytest.approx([0.8, 0.0])
+    assert scored.mean.tolist() == pytest.approx([0.5, 0.5])  # of the rewards before the penalty
     assert scored.advantages.tolist() == pytest.approx([0.4, -0.4])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyrun import fixed_rollout, letter_reward, trainer, weights  # noqa: E402
+from toyrun import fixed_rollout, letter_reward, trainer, weights
 
 
 def one_sided_reward(prompts, completions, **kwargs):

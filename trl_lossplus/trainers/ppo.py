@@ -55,6 +55,10 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         if self.use_vllm:
             self.hide_from_vllm(self.critic.own)
 
+    def _refuse_vision(self) -> None:
+        if self._is_vlm:
+            raise LossPlusError("PPO on a vision-language model is not supported: the critic reads tokens only. Take GRPOPlusTrainer.")
+
     def _build_critic(self, model: str | PreTrainedModel) -> Critic:
         args = self.args
         kind = args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")
