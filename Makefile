@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRL ?= 1.15.0
 
@@ -38,7 +39,7 @@ test: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 real: .venv/.real
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py --config recipes/configs/smollm2_lora.yaml
@@ -46,7 +47,7 @@ real: .venv/.real
 test-trl: .venv/.test
 	rm -rf build/trl-$(TRL)
 	$(PIP) install -q --no-deps --target build/trl-$(TRL) trl==$(TRL)
-	OMP_NUM_THREADS=1 PYTHONPATH=build/trl-$(TRL) $(BIN)/python -m pytest -q tests/mirror tests/trainers/test_same_as_trl.py
+	PYTHONPATH=build/trl-$(TRL) $(BIN)/python -m pytest -q tests/mirror tests/trainers/test_same_as_trl.py
 
 clean:
 	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache

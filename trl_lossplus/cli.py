@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from .config import GRPOPlusConfig
 
 PROG = "trl-lossplus"
-EXPLAIN_USAGE = f"""usage: {PROG} explain [--config FILE] [--num_processes N] [--any_field value ...]
+TRAINERS = ("grpo", "ppo")
+EXPLAIN_USAGE = f"""usage: {PROG} explain [--trainer grpo|ppo] [--config FILE] [--num_processes N] [--any_field value ...]
 
 Prints the loss that a configuration describes, where each term acts, the tensors, the schedule and every warning.
 
-  --config FILE       YAML, as the recipes take it; what is no field of GRPOPlusConfig is listed and left aside
+  --trainer NAME      grpo (GRPOPlusConfig) or ppo (PPOPlusConfig); default ppo where a field that only PPO has is given, else grpo
+  --config FILE       YAML, as the recipes take it; what is no field of the configuration is listed and left aside
   --num_processes N   processes of the launch (default 1): a rollout's completions are those of all of them
-  --any_field value   any field of GRPOPlusConfig, trl.GRPOConfig's among them; overrides the file
+  --any_field value   any field of the configuration, trl.GRPOConfig's among them; overrides the file
 """
 
 
@@ -64,11 +66,23 @@ def _take(arguments: list[str], flag: str) -> str | None:
     return value
 
 
-def explaining_config(num_processes: int) -> type[GRPOPlusConfig]:
-    """GRPOPlusConfig for reading only: it needs no accelerator and no launcher, and is one of `num_processes` processes."""
+def config_classes() -> dict[str, type[GRPOPlusConfig]]:
+    """{trainer: its configuration}."""
     from .config import GRPOPlusConfig
+    from .ppo_config import PPOPlusConfig
 
-    class Explained(GRPOPlusConfig):
+    return dict(zip(TRAINERS, (GRPOPlusConfig, PPOPlusConfig), strict=True))
+
+
+def field_names(kind: type[GRPOPlusConfig]) -> list[str]:
+    """The fields that a user can set."""
+    return [item.name for item in dataclasses.fields(kind) if item.init]
+
+
+def explaining_config(base: type[GRPOPlusConfig], num_processes: int) -> type[GRPOPlusConfig]:
+    """A configuration for reading only: it needs no accelerator and no launcher, and is one of `num_processes` processes."""
+
+    class Explained(base):  # type: ignore[misc, valid-type]
         """A configuration without what only the training machine has."""
 
         def __post_init__(self) -> None:
@@ -81,7 +95,7 @@ def explaining_config(num_processes: int) -> type[GRPOPlusConfig]:
         def world_size(self) -> int:
             return num_processes
 
-    Explained.__name__ = GRPOPlusConfig.__name__  # messages name the class that the user knows
+    Explained.__name__ = base.__name__  # messages name the class that the user knows
     return Explained
 
 
@@ -99,6 +113,34 @@ def _mapping(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise LossPlusError(f"--config={path}: it must hold `field: value` lines.")
     return values
+
+
+def _flag_name(word: str) -> str:
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def choose_trainer(named: str | None, keys: Iterable[str], words: Iterable[str], say: Callable[[str], object]) -> str:
+    """
+    The trainer whose configuration is read: the one that is named, else ppo where a field that only PPO has is given.
+
+    Args:
+        named: behind --trainer. keys: of the file. words: of the command line. say: takes the line that tells why it is ppo.
+
+    Raises:
+        LossPlusError: no trainer of that name; a field of PPO's on the command line beside --trainer grpo.
+    """
+    if named is not None and named not in TRAINERS:
+        raise unknown_name("trainer", named, TRAINERS)
+    classes = config_classes()
+    only = set(field_names(classes["ppo"])) - set(field_names(classes["grpo"]))
+    flags = [_flag_name(word) for word in words if word.startswith("--")]
+    if named == "grpo":
+        for name in only.intersection(flags):
+            raise LossPlusError(f"--{name} is a field of PPO alone: it needs --trainer ppo.")
+    given = [name for name in dict.fromkeys([*keys, *flags]) if name in only]
+    if named is None and given:
+        say(f"trainer: ppo, for only PPO has {', '.join(given)}")
+    return named or ("ppo" if given else "grpo")
 
 
 def left_aside(keys: Iterable[str], fields: Sequence[str]) -> list[str]:
@@ -128,10 +170,10 @@ def _refuse(message: str) -> NoReturn:
 
 def parse_config(arguments: Sequence[str], say: Callable[[str], object]) -> GRPOPlusConfig:
     """
-    The configuration of `[--config FILE] [--num_processes N] [--any_field value ...]`, read by TRL's own parser.
+    The configuration of `[--trainer NAME] [--config FILE] [--num_processes N] [--any_field value ...]`, read by TRL's own parser.
 
     Args:
-        arguments: of the command line. say: takes each line about keys of the file that are left aside.
+        arguments: of the command line. say: takes each line about the choice of the trainer and keys that are left aside.
 
     Raises:
         LossPlusError: an unknown flag (names the nearest), or settings that contradict each other. ValueError: TRL refuses them.
@@ -139,18 +181,19 @@ def parse_config(arguments: Sequence[str], say: Callable[[str], object]) -> GRPO
     from trl import TrlParser
 
     rest = list(arguments)
-    path, processes = _take(rest, "--config"), _take(rest, "--num_processes") or "1"
+    path, processes, named = _take(rest, "--config"), _take(rest, "--num_processes") or "1", _take(rest, "--trainer")
     if not processes.isdecimal() or int(processes) < 1:
         raise LossPlusError(f"--num_processes={processes}: it must be a whole number of at least 1.")
-    kind = explaining_config(int(processes))
+    keys = list(_mapping(path)) if path else []
+    trainer = choose_trainer(named, keys, rest, say)
+    kind = explaining_config(config_classes()[trainer], int(processes))
     parser: Any = TrlParser([kind], add_help=False)  # type: ignore[list-item]
     parser.error = _refuse
-    fields = [item.name for item in dataclasses.fields(kind) if item.init]
-    for line in left_aside(_mapping(path), fields) if path else ():
+    for line in left_aside(keys, field_names(kind)):
         say(line)
     unknown = parser.parse_known_args(rest)[1]
     if unknown:
-        raise unknown_flag(unknown[0], fields)
+        raise unknown_flag(unknown[0], field_names(config_classes()["ppo"]))
     file = ["--config", path] if path else []
     try:
         return parser.parse_args_and_config([*file, *rest], return_remaining_strings=True)[0]
@@ -168,23 +211,24 @@ def unknown_flag(flag: str, fields: Sequence[str]) -> LossPlusError:
     name = flag.partition("=")[0]
     if not name.startswith("-"):
         return LossPlusError(f"{flag!r} follows no --field.")
-    close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), fields, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(_flag_name(flag), fields, n=1, cutoff=0.5)
     hint = f" Did you mean --{close[0]}?" if close else ""
     return LossPlusError(f"{name} is not known.{hint} `{PROG} explain --help` lists the fields of the loss.")
 
 
 def choices() -> str:
-    """The fields that GRPOPlusConfig adds, and the names of objectives and estimators, as text."""
+    """The fields that the two configurations add, and the names of objectives and estimators, as text."""
     from trl import GRPOConfig
 
-    from .config import GRPOPlusConfig
     from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
-    theirs = {item.name: item for item in dataclasses.fields(GRPOConfig)}
-    ours = [
-        item for item in dataclasses.fields(GRPOPlusConfig) if item.metadata != getattr(theirs.get(item.name), "metadata", None)
-    ]
-    lines = ["Fields of the loss:", *(f"  --{item.name}  {item.metadata['help']}" for item in ours)]
+    lines: list[str] = []
+    below: Any = GRPOConfig
+    for title, kind in zip(("Fields of the loss", "Fields of PPO (--trainer ppo)"), config_classes().values(), strict=True):
+        theirs = {item.name: item.metadata for item in dataclasses.fields(below)}
+        ours = [item for item in dataclasses.fields(kind) if item.metadata != theirs.get(item.name)]
+        lines += [*([""] if lines else []), f"{title}:", *(f"  --{item.name}  {item.metadata['help']}" for item in ours)]
+        below = kind
     for title, registry in (("policy_loss", POLICY_LOSSES), ("advantage_estimator", ADVANTAGE_ESTIMATORS)):
         lines += ["", f"{title}:"]
         for name in registry.names():

@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 
 from .config import GRPOPlusConfig
+from .explain_warnings import Facts, warnings
 from .functional.aggregation import AGGREGATIONS
-from .functional.kl import canonical_kl
-from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
+from .ppo_config import PPOPlusConfig
+from .registry import ADVANTAGE_ESTIMATORS, TENSORS
 
 KL_FORMULAS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) + d - 1", "abs": "|d|"}
+CRITICS = {
+    "adapter": "a second LoRA adapter and a scalar head on the policy's base model",
+    "shared": "a scalar head on the policy's hidden states, without a forward pass of its own",
+    "model": "a model of its own with a scalar head",
+    None: "adapter (a second LoRA adapter and a scalar head) with LoRA, else model (a model of its own)",
+}
 SCOPES = {"batch": "all tokens together", "group": "each prompt's completions together", "sequence": "each row alone"}
-# Warning: its sentence. When it is given stands in `_Explanation.warnings`; braces hold fields of the spec and the configuration.
-WARNINGS = """
-on_policy: On-policy: the ratio is exactly 1 (with vLLM up to rounding), so clipping cannot act and the clip fractions are 0. For
-    clipping to act, raise num_iterations or steps_per_generation until one rollout serves more than one optimizer step.
-loss_0: Loss 0 is expected (or near 0, where long rows weigh more): at ratio 1 the policy term is minus the mean advantage, and
-    advantages are centred on 0. It does not tell whether the policy learns: watch the gradient and the reward.
-windows: Optimizer steps and rollouts do not line up, so a step is normalized by the rollout's mean, not by its own tokens: set
-    steps_per_generation ({steps_per_generation}) to a multiple of gradient_accumulation_steps ({gradient_accumulation_steps}).
-idle_mask: On-policy the off-policy mask cannot act: raise num_iterations, or remove off_policy_mask_threshold.
-clip_max: clip_objective=max removes the clip exactly where it should act, and is there to be compared: train with min.
-cispo_unset: loss_type=cispo with epsilon_high unset bounds the ratio at epsilon, {epsilon:g}, as TRL does: set epsilon_high=5.
-cispo_low: epsilon_high={epsilon_high} bounds CISPO's ratio itself, not its distance from 1: set epsilon_high=5.
-wide: The mean ratio of a row moves little, so a range of {epsilon:g} hardly clips: GSPO has epsilon=3e-4, epsilon_high=4e-4.
-delta: delta={delta} is below 1 + epsilon_high, so for A > 0 it clips before epsilon_high does: raise it above 1 + epsilon_high.
-unread: Nothing reads {unread} here: remove it, or choose what reads it.
-bnpo: loss_type=bnpo is normalized over the whole optimizer step here, unlike TRL's (each micro-batch), so it is dapo: write dapo.
-luspo: loss_type=luspo with one ratio a token is not the paper's: set importance_sampling_level=sequence, or policy_loss=luspo.
-by_length: One ratio a row with loss_aggregation={loss_aggregation} weighs each row by its length: set loss_aggregation to
-    seq_mean_token_mean (as GSPO), or seq_mean_token_sum if that is meant (as LUSPO).
-token_sum: loss_aggregation=token_sum is divided by nothing, so the gradient grows with the tokens of a step: lower learning_rate.
-top_entropy: The threshold of top_entropy_quantile is taken over each micro-batch of all processes, so it depends on the split:
-    keep per_device_train_batch_size fixed when you compare runs.
-k1: {kl_estimator} in the loss without the ratio has an expected gradient of 0: set use_bias_correction_kl, or take k2 or k1+.
-k3: {kl_estimator} in the loss without the ratio has the forward KL's gradient: set use_bias_correction_kl, or take k2 or k3+.
-abs: The gradient of {kl_estimator} in the loss is no KL's, with or without the ratio: take k2, k3 or abs+.
-kl_by_row: One ratio a row times the KL of a token is only approximately unbiased: take k2 or k3+, which need no ratio.
-both: The KL acts in the reward and in the loss, and the two pulls towards the reference add up: keep one if that is not meant.
-adaptive_both: Adaptive control moves beta and kl_reward_coef by the same factor: choose their proportion in the configuration.
-flat_kl: zero_std_groups={zero_std_groups} looks at rewards less their KL, which are hardly ever equal: set kl_reward_level=token.
-length_std: loss_aggregation=seq_mean_token_sum_norm is Dr. GRPO's, which does not divide by a spread: set scale_rewards=none.
-row_scope: advantage_norm_scope=sequence takes off each row's mean, and with it the reward: set it to batch or group.
-truncated: mask_truncated_completions leaves rows without tokens, which count as rows here (as TRL) and dilute the loss: set
-    loss_aggregation={loss_aggregation} to count rows with tokens only.
-"""
-TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"^(\w+): (.+(?:\n    .+)*)", WARNINGS, re.MULTILINE)}
 
 
 def explain(config: GRPOPlusConfig) -> str:
     """The loss of a configuration as plain text. Raises LossPlusError where fields were changed into a contradiction."""
     words = _Explanation(config)
     sections = {
-        "The loss": [*words.loss(), *words.kl_in_loss(), *words.others()],
+        "The loss": [*words.loss(), *words.kl_in_loss(), *words.value(), *words.others()],
         "The advantages": [*words.advantages(), *words.kl_in_reward()],
+        **({"The critic": words.critic()} if words.ppo else {}),
         "Where each term acts": words.terms(),
         "Tensors": words.tensors(),
         "Schedule": words.schedule(),
-        "Warnings": [f"- {text}" for text in words.warnings()] or ["none"],
+        "Warnings": [f"- {text}" for text in warnings(words)] or ["none"],
     }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()) + "\n"
 
@@ -73,26 +45,14 @@ def _bounds(low: float | None, high: float | None) -> str:
     return f"[{'none' if low is None else f'{low:g}'}, {'none' if high is None else f'{high:g}'}]"
 
 
-class _Explanation:
+class _Explanation(Facts):
     """The sections, each as lines of text."""
-
-    def __init__(self, config: GRPOPlusConfig):
-        self.config, self.spec = config, config.loss_spec()
-        self.policy = POLICY_LOSSES.get(self.spec.policy_loss)
-        self.estimator = ADVANTAGE_ESTIMATORS.get(self.spec.advantage_estimator)
-        self.by_column = "reads_reward_columns" in self.estimator.traits
-        self.kl = canonical_kl(self.spec.kl_estimator)
-        self.weighted = config.use_vllm and config.vllm_importance_sampling_correction
-        self.bonus = config.use_adaptive_entropy or self.spec.entropy_coef != 0.0
-        reads_level = "sequence_level" in self.policy.traits or "importance_sampling_level" in self.policy.options
-        self.by_row = self.spec.policy_loss == "gmpo" or reads_level and self.spec.sequence_level  # one ratio a row
-        self.masks = self.spec.off_policy_mask_threshold is not None
-        self.ratio_max = 5.0 if self.spec.epsilon_high is None else self.spec.epsilon_high  # CISPO's
 
     def loss(self) -> Iterator[str]:
         spec, config = self.spec, self.config
         kl, entropy = f" + {spec.beta:g} KL" if spec.kl_in_loss else "", f" - {spec.entropy_coef:g} entropy" if self.bonus else ""
-        yield f"loss = policy{kl}{entropy}"
+        value = f" + {spec.vf_coef:g} value" if self.ppo else ""
+        yield f"loss = policy{kl}{entropy}{value}"
         yield f"r = pi / pi_old with |log r| <= {spec.log_ratio_clamp:g}, A = advantage, sg = stop gradient"
         yield f"Policy: {spec.policy_loss} = {' '.join(self.policy.formula.split()) or 'not given'}"
         yield f"  {(self.policy.func.__doc__ or 'described nowhere').strip().splitlines()[0]}"
@@ -146,6 +106,20 @@ class _Explanation:
         groups = ", without groups whose rewards are all equal" if spec.zero_std_groups == "no_kl" else ""
         yield f"  aggregated as the policy term{groups}"
 
+    def value(self) -> Iterator[str]:
+        """The value loss with its numbers."""
+        spec, clip, delta = self.spec, self.spec.cliprange_value, self.spec.huber_delta
+        if not self.ppo:
+            return
+        huber = spec.value_loss == "huber"
+        plain, clipped = ("h({} - R)" if huber else "({} - R)^2").format, f"clip(v, V - {clip or 0:g}, V + {clip or 0:g})"
+        form = f"0.5 {plain('v')}" if clip is None else f"0.5 max({plain('v')}, {plain(clipped)})"
+        old = "no clipping" if clip is None else "V = old value"
+        yield f"Value loss: vf_coef {spec.vf_coef:g}, {spec.value_loss} = {form}, v = value, R = return, {old}"
+        if huber:
+            yield f"  h(x) = x^2 for |x| <= {delta:g}, else {2 * delta:g} |x| - {delta**2:g} (huber_delta {delta:g})"
+        yield "  aggregated as the policy term, over the same tokens"
+
     def others(self) -> Iterator[str]:
         spec, config, coef = self.spec, self.config, self.config.router_aux_loss_coef
         if self.bonus:
@@ -181,21 +155,63 @@ class _Explanation:
         return f"in the estimator, by the standard deviation of {whose}" if whose else "nowhere"
 
     def advantages(self) -> Iterator[str]:
-        options = [f"{name} {value}" for name, value in self.config.estimator_options.items()]
+        numbers = self.config.estimator_options.items()
+        options = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers]
+        options = ["gae_lambda_critic as gae_lambda" if item == "gae_lambda_critic None" else item for item in options]
         options = ["scale_rewards none: not divided"] if "scale_rewards none" in options else options
         yield f"Estimator: {self.spec.advantage_estimator} = {' '.join(self.estimator.formula.split()) or 'not given'}"
         yield "  " + "; ".join([*options, f"source: {self.estimator.source or 'not given'}"])
         yield f"  s = weighted sum of a completion's rewards, reward_weights {self.config.reward_weights or '1 each'}"
+        if self.ppo:
+            yield from self._token_rewards(self.ppo)
         yield f"Normalization, in exactly one place: {self._normalization()}"
         flat = {"keep": "kept, as TRL", "no_kl": "out of the KL in the loss", "drop": "out of the loss and its normalizer"}
+        if self.config.num_generations == 1:
+            return
         yield f"Groups whose rewards are all equal: {flat[self.spec.zero_std_groups]}"
+
+    def _token_rewards(self, ppo: PPOPlusConfig) -> Iterator[str]:
+        """What stands between a completion's reward and the advantages of its tokens."""
+        yield "  token rewards: s at a completion's last token, 0 elsewhere; returns R = advantage + old value"
+        after = {"terminal": "the value after them is 0", "bootstrap": "the value after them is the critic's"}
+        yield f"Completions that were cut off: {ppo.truncated_completions}: {after[ppo.truncated_completions]}"
+        if ppo.missing_eos_penalty:
+            yield f"  and {ppo.missing_eos_penalty:g} is taken off s (missing_eos_penalty)"
+        over = "divided by their standard deviation over the rollout on all processes; the mean stays"
+        yield f"Reward whitening: {f'token rewards, less any KL, {over}' if ppo.whiten_rewards else 'none'}"
+
+    def critic(self) -> Iterator[str]:
+        """What the critic is, where it starts, and how it is trained."""
+        ppo = self.ppo
+        assert ppo is not None
+        shared, path = ppo.critic == "shared", ppo.critic_model_name_or_path
+        yield f"Kind: {ppo.critic or 'not set'}: {CRITICS[ppo.critic]}"
+        new = "a new head" if shared else "the policy, with a new head"
+        yield f"  starts from: {path or new}"
+        if shared:
+            detached = "stops at the head (critic_detach)" if ppo.critic_detach else "reaches the policy's trunk as well"
+            yield f"  the value loss's gradient {detached}"
+        for what, own, policy, field in (
+            ("Learning rate", ppo.critic_learning_rate, ppo.learning_rate, "critic_learning_rate"),
+            ("Scheduler", ppo.critic_lr_scheduler_type, ppo.lr_scheduler_type, "critic_lr_scheduler_type"),
+        ):
+            shown = f"{policy:g}" if isinstance(policy, float) else str(getattr(policy, "value", policy))
+            mine = f"{own:g}" if isinstance(own, float) else own
+            yield f"{what}: {f'{shown}, as the policy' if own is None else f'{mine} ({field}); the policy: {shown}'}"
+        steps = ppo.critic_warmup_steps
+        alone = f"the first {steps} optimizer steps train the critic alone; the policy's learning rate is 0 in them"
+        yield f"Warm-up: {alone if steps else 'none (critic_warmup_steps 0)'}"
 
     def kl_in_reward(self) -> Iterator[str]:
         spec = self.spec
         adaptive = spec.kl_controller == "adaptive"
         if spec.kl_in_reward:
             yield f"KL in the reward: kl_reward_coef {spec.kl_reward_coef:g}, {self._estimate()}, d = old_logp - ref_logp"
-            token = "token: each token's advantage loses the KL from there to the end; no group comparison sees it"
+            token = (
+                "token: each token's reward loses its KL, before any advantage"
+                if self.by_token
+                else ("token: each token's advantage loses the KL from there to the end; no group comparison sees it")
+            )
             sequence = "sequence: a completion's summed KL is taken off its reward s, before any advantage"
             yield f"  level {token if spec.kl_reward_level == 'token' else sequence}"
         if adaptive:
@@ -207,9 +223,14 @@ class _Explanation:
     def terms(self) -> list[str]:
         spec, penalty = self.spec, f"-{self.spec.kl_reward_coef:g} KL"
         level = spec.kl_reward_level if spec.kl_in_reward else None
+        by_row, by_token = level == "sequence" or level == "token" and self.by_token, level == "token" and not self.by_token
+        missing = self.ppo.missing_eos_penalty if self.ppo else None
         rows = [
             (f"policy ({spec.policy_loss})", "", "", "yes"),
-            ("KL", penalty * (level == "sequence"), penalty * (level == "token"), f"+{spec.beta:g} KL" * spec.kl_in_loss),
+            ("value loss", "", "", f"+{spec.vf_coef:g} value" * (self.ppo is not None)),
+            ("KL", penalty * by_row, penalty * by_token, f"+{spec.beta:g} KL" * spec.kl_in_loss),
+            ("missing end token", f"-{missing:g}" if missing else "", "", ""),
+            ("reward whitening", "yes" * spec.whiten_rewards, "", ""),
             ("normalization", "", "yes" * (self._normalization() != "nowhere"), ""),
             ("entropy bonus", "", "", f"-{spec.entropy_coef:g} entropy" * self.bonus),
             ("high-entropy selection", "", "", "policy term" * (spec.top_entropy_quantile < 1.0)),
@@ -225,6 +246,8 @@ class _Explanation:
         by_group = ("group_ids",) if spec.advantage_norm_scope == "group" else ()
         more: list[tuple[bool, str, tuple[str, ...]]] = [
             (True, f"estimator ({spec.advantage_estimator})", ("rewards", *own)),
+            (self.by_token, f"estimator ({spec.advantage_estimator})", ("mask",)),
+            (spec.whiten_rewards, "reward whitening", ("rewards", "mask")),
             (spec.advantage_normalization != "none", "normalization", ("advantages", "mask", *by_group)),
             (True, f"aggregation ({spec.loss_aggregation})", ("mask",)),
             (spec.kl_in_loss, "KL in the loss", ("logps",)),
@@ -257,43 +280,3 @@ class _Explanation:
         yield "On-policy: each step uses completions of the very weights that it changes" if config.is_on_policy else off
         exact = "exact: each optimizer step is normalized by its own tokens and rows"
         yield f"Windows: {exact if config.windows_are_exact else 'not exact: the mean of the rollout is taken instead, as TRL'}"
-
-    def warnings(self) -> list[str]:
-        spec, config, options = self.spec, self.config, self.policy.options
-        on_policy, mode, sequence = config.is_on_policy, spec.loss_aggregation, spec.kl_reward_level == "sequence"
-        cispo, plain, corrected = spec.policy_loss == "cispo", config.policy_loss is None, spec.use_bias_correction_kl
-        centred = "group_ids" in self.estimator.requires or spec.advantage_normalization != "none"
-        read = {*options, *(["epsilon"] if cispo and plain else [])}
-        adaptive = () if config.use_adaptive_entropy else ("entropy_coef_", "entropy_target")
-        begin = (*adaptive, *(("epsilon", "sapo_", "vespo_") if options else ()))
-        moved = [name for name, value in vars(config).items() if value != getattr(GRPOPlusConfig, name, value)]
-        unread = [f"{name}={vars(config)[name]}" for name in moved if name.startswith(begin) and name not in read]
-        given = {
-            "on_policy": on_policy and bool({"epsilon", "epsilon_high"} & options) and not (cispo and self.ratio_max < 1),
-            "loss_0": on_policy and "epsilon" in options and centred,
-            "windows": not config.windows_are_exact,
-            "idle_mask": self.masks and on_policy and not config.use_vllm,
-            "clip_max": spec.clip_objective == "max",
-            "cispo_unset": cispo and plain and config.epsilon_high is None,
-            "cispo_low": cispo and config.epsilon_high is not None and config.epsilon_high <= 1,
-            "wide": (self.by_row or spec.policy_loss == "gspo_token") and "clip_objective" in options and spec.epsilon > 0.01,
-            "delta": spec.delta is not None and spec.delta < 1 + spec.clip_high,
-            "unread": bool(unread),
-            "bnpo": config.loss_type == "bnpo",
-            "luspo": config.loss_type == "luspo" and plain and not spec.sequence_level,
-            "by_length": self.by_row and mode not in ("seq_mean_token_mean", "seq_mean_token_sum"),
-            "token_sum": mode == "token_sum",
-            "top_entropy": spec.top_entropy_quantile < 1.0,
-            "k1": spec.kl_in_loss and self.kl == "k1" and not corrected,
-            "k3": spec.kl_in_loss and self.kl == "k3" and not corrected,
-            "abs": spec.kl_in_loss and self.kl == "abs",
-            "kl_by_row": spec.kl_in_loss and corrected and spec.sequence_level,
-            "both": spec.kl_placement == "both",
-            "adaptive_both": spec.kl_placement == "both" and spec.kl_controller == "adaptive",
-            "flat_kl": spec.kl_in_reward and sequence and spec.zero_std_groups != "keep",
-            "length_std": mode == "seq_mean_token_sum_norm" and spec.scale_rewards != "none",
-            "row_scope": spec.advantage_normalization != "none" and spec.advantage_norm_scope == "sequence",
-            "truncated": config.mask_truncated_completions and config.counts_empty_rows and mode.startswith("seq"),
-        }
-        fields = {**vars(config), **vars(spec), "unread": ", ".join(unread)}
-        return [TEXTS[name].format_map(fields) for name, applies in given.items() if applies]

@@ -170,13 +170,13 @@ def test_d1_controller_survives_a_checkpoint(toy, tmp_path, caplog):
     saved = run.kl_controller.coef
     assert saved != 0.1
     again = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, max_steps=8, **fields)
-    again.load_state(str(tmp_path / "checkpoint-4"))
+    again.load_plus_state(str(tmp_path / "checkpoint-4"))
     assert again.kl_controller.coef == saved
     state = tmp_path / "checkpoint-4" / "kl_controller.json"
     assert json.loads(state.read_text()) == {"kind": "adaptive", "coef": saved}
     state.unlink()
     fresh = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, max_steps=8, **fields)
-    fresh.load_state(str(tmp_path / "checkpoint-4"))
+    fresh.load_plus_state(str(tmp_path / "checkpoint-4"))
     assert fresh.kl_controller.coef == 0.1
     assert any("kl_controller.json" in record.message for record in caplog.records)
 

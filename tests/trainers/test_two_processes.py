@@ -66,6 +66,32 @@ def test_a3_e7_d5_two_processes_are_one(toy, tmp_path, name):
                 assert entry_two[metric] == pytest.approx(value, rel=1e-4, abs=2e-6), metric
 
 
+PPO = {
+    "critic": "adapter", "lora": True, "num_generations": 4, "beta": 0.05, "gradient_accumulation_steps": 2, "optim": "sgd",
+    "learning_rate": 0.3, "vf_coef": 0.5, "gradient_checkpointing": True,
+}  # fmt: skip
+ZERO2 = {
+    "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "zero2"])
+def test_ppo_with_an_adapter_critic_on_two_processes(toy, tmp_path, backend):
+    """Adapter critic, checkpointing, accumulation, KL with the base as reference: the weights of one process, to 1e-5."""
+    one, _ = launch(1, toy, tmp_path / "one", PPO)
+    two, facts = launch(2, toy, tmp_path / "two", {**PPO, "deepspeed": ZERO2} if backend == "zero2" else PPO)
+    assert facts["processes"] == 2
+    assert facts["wrapped"] == {"ddp": "DistributedDataParallel", "zero2": "DeepSpeedEngine"}[backend]
+    assert one.keys() == two.keys()
+    for part in ("lora_B.default", "lora_B.critic", "lora_value_head"):
+        names = [name for name in one if part in name]
+        assert names
+        assert max(one[name].abs().max().item() for name in names) > 1e-3, part
+        assert max((one[name] - two[name]).abs().max().item() for name in names) < 1e-5, part
+
+
 @pytest.mark.slow
 def test_one_rank_without_signal_finishes(toy, tmp_path):
     """One process with zero-spread groups only, the other with all the signal: no hang, and the weights move."""

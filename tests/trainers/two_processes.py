@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toyrun import fixed_rollout, letter_reward, trainer, weights
+
+from trl_lossplus import PPOPlusConfig, PPOPlusTrainer
 
 
 def one_sided_reward(prompts, completions, **kwargs):
@@ -16,10 +19,21 @@ def one_sided_reward(prompts, completions, **kwargs):
     return [0.5 if flat else len(text) / 10 for text in completions]
 
 
+def without_compiled_communication():
+    """DeepSpeed would compile its shared-memory communication first, which takes a minute; gloo gives the same numbers."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def main():
     model, out, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     reward = one_sided_reward if settings.pop("one_sided", False) else letter_reward
-    run = trainer(model, out, reward=reward, rollout=fixed_rollout, **settings)
+    classes = {"trainer_class": PPOPlusTrainer, "config_class": PPOPlusConfig} if "critic" in settings else {}
+    extra = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if settings.pop("lora", False) else {}
+    if "deepspeed" in settings:
+        without_compiled_communication()
+    run = trainer(model, out, reward=reward, rollout=fixed_rollout, extra=extra, **classes, **settings)
     run.train()
     accelerator = run.accelerator
     if accelerator.is_main_process:

@@ -94,11 +94,11 @@ class GRPOPlusTrainer(TRLSeam):
     def _configured_coef(self) -> float:
         return (self.spec.beta if self.spec.kl_in_loss else self.spec.kl_reward_coef) or 1.0
 
-    def save_state(self, checkpoint: str) -> None:
+    def save_plus_state(self, checkpoint: str) -> None:
         """Writes the controller's state beside the checkpoint's other files."""
         Path(checkpoint, CONTROLLER_FILE).write_text(json.dumps(self.kl_controller.state_dict()))
 
-    def load_state(self, checkpoint: str) -> None:
+    def load_plus_state(self, checkpoint: str) -> None:
         """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
         if self.spec.kl_controller != "adaptive":
             return

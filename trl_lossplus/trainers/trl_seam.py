@@ -140,10 +140,10 @@ class TRLSeam(GRPOTrainer):
         """The scalar to be differentiated for one micro-batch."""
         raise NotImplementedError
 
-    def save_state(self, checkpoint: str) -> None:
+    def save_plus_state(self, checkpoint: str) -> None:
         """Called on the saving process with the checkpoint's folder."""
 
-    def load_state(self, checkpoint: str) -> None:
+    def load_plus_state(self, checkpoint: str) -> None:
         """Called on every process with the checkpoint's folder."""
 
     # TRL's private steps.
@@ -174,12 +174,12 @@ class TRLSeam(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            self.save_state(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
+            self.save_plus_state(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.load_state(checkpoint)
+            self.load_plus_state(checkpoint)
 
     # What hooks need of TRL's state, under public names.
 

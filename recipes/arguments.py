@@ -1,0 +1,212 @@
+"""A recipe's arguments: YAML and command line, the toy as default, and one line for what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from trl import GRPOConfig, ModelConfig, TrlParser
+
+from trl_lossplus import GRPOPlusConfig, LossPlusError
+from trl_lossplus.toy import TOY_TRAINING
+
+from .data import GYM, DataSource
+
+TOY = "toy"
+
+
+def _field(help: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RecipeArguments:
+    """What a recipe needs beside the training's and the model's arguments. Names as TRL's where it has them."""
+
+    dataset_name: str | None = _field(
+        "toy, reasoning_gym:TASK, a .jsonl, .json, .parquet or .csv file, a folder, or a name on the hub. It needs a 'prompt' "
+        "column. None, with no model either: the toy."
+    )
+    dataset_config: str | None = _field("Configuration of a hub dataset.")
+    dataset_kwargs: dict | str | None = _field(
+        "Settings of a reasoning_gym task (size, seed, and the task's own, for instance min_terms), or more arguments for "
+        "load_dataset. A mapping in YAML, JSON on the command line."
+    )
+    dataset_train_split: str = _field("Split to train on.", "train")
+    dataset_test_split: str = _field("Split to evaluate on, where eval_strategy is set.", "test")
+    dataset_prompt_column: str | None = _field("Column that becomes 'prompt'.")
+    as_chat: bool = _field("Make a text prompt a user's message, so that the tokenizer's chat template applies.", False)
+    system_prompt: str | None = _field("System message before each prompt; implies as_chat.")
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: keyword, right_number, exact_match, reasoning_gym, TRL's by name, module:function, "
+            "file.py:function, or a reward model. None: what belongs to the toy or to the reasoning_gym task."
+        },
+    )
+    smollm2_dir: str | None = _field("Folder of the converted model for model_name_or_path=smollm2. None: in the user's cache.")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dataset_kwargs, str):
+            try:
+                self.dataset_kwargs = json.loads(self.dataset_kwargs)
+            except json.JSONDecodeError as error:
+                raise LossPlusError(f"dataset_kwargs={self.dataset_kwargs!r} is not JSON ({error}).") from None
+        if not isinstance(self.dataset_kwargs, dict | None):
+            raise LossPlusError(f"dataset_kwargs={self.dataset_kwargs!r} is not a mapping of names to values.")
+
+    def source(self) -> DataSource:
+        """The dataset that these arguments name."""
+        assert self.dataset_name is not None  # `parse` fills it in
+        return DataSource(
+            name=self.dataset_name,
+            config=self.dataset_config,
+            kwargs=self.dataset_kwargs,  # type: ignore[arg-type]
+            prompt_column=self.dataset_prompt_column,
+            as_chat=self.as_chat,
+            system_prompt=self.system_prompt,
+        )
+
+    def reward_names(self) -> list[str]:
+        """
+        The reward functions' names.
+
+        Raises:
+            LossPlusError: none is named, and the dataset has none of its own.
+        """
+        if self.reward_funcs:
+            return self.reward_funcs
+        if self.dataset_name == TOY:
+            return ["keyword"]
+        if (self.dataset_name or "").startswith(GYM):
+            return ["reasoning_gym"]
+        raise LossPlusError(f"reward_funcs is not set: dataset {self.dataset_name!r} has no reward of its own.")
+
+
+class RecipeParser(TrlParser):
+    """TrlParser that raises what is wrong as a LossPlusError, instead of printing three hundred options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises LossPlusError; argparse would print the usage and exit."""
+        raise LossPlusError(message)
+
+    def refuse_unknown(self, names: Sequence[str], where: str) -> None:
+        """Raises LossPlusError for a name that is no argument, with the nearest that is."""
+        known = {action.dest for action in self._actions}
+        for name in names:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f" Did you mean {close[0]!r}?" if close else " See --help for all."
+                raise LossPlusError(f"{where}: no argument is called {name!r}.{hint}")
+
+
+def _option(word: str) -> str:
+    return word.split("=", 1)[0].removeprefix("--").replace("-", "_")
+
+
+def _read_yaml(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The file behind --config, its `env` put into the environment, and the words without it. Raises LossPlusError."""
+    if "--config" not in words:
+        return {}, words
+    at = words.index("--config")
+    if at + 1 == len(words):
+        raise LossPlusError("--config needs the path of a YAML file.")
+    path = words[at + 1]
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as error:
+        raise LossPlusError(f"--config {path}: cannot be read ({error.strerror}).") from None
+    except yaml.YAMLError as error:
+        raise LossPlusError(f"--config {path}: is not YAML ({' '.join(str(error).split())}).") from None
+    if not isinstance(values, dict) or not isinstance(values.get("env") or {}, dict):
+        raise LossPlusError(f"--config {path}: is not a mapping of names to values.")
+    os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
+    return values, words[:at] + words[at + 2 :]
+
+
+def _given(words: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    """
+    What the user gave, by name; a null for model or dataset gives nothing.
+
+    Of the command line only model and dataset have their values here, the others are True.
+    """
+    named = ("model_name_or_path", "dataset_name")
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in named:
+        peek.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="?")
+    options = {_option(word): True for word in words if word.startswith("--")}
+    given = {**values, **options, **vars(peek.parse_known_args(words)[0])}
+    return {name: value for name, value in given.items() if value is not None or name not in named}
+
+
+def on_cpu() -> bool:
+    """Whether there is no accelerator, or `accelerate launch` was told not to use it."""
+    return not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def _defaults(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """The defaults that differ from TRL's: the toy where nothing is named, and what a machine without accelerator needs."""
+    model, dataset = given.get("model_name_or_path"), given.get("dataset_name")
+    if (model is None) != (dataset is None):
+        missing, there = ("dataset_name", f"model_name_or_path={model!r}") if dataset is None else ("model_name_or_path", dataset)
+        raise LossPlusError(f"{missing} is not set, but {there} is. Set both, or neither for the toy.")
+    model = TOY if model is None else model
+    defaults: dict[str, Any] = {
+        "model_name_or_path": model,
+        "dataset_name": TOY if dataset is None else dataset,
+        "output_dir": f"runs/grpo-{Path(str(model)).name}",
+        "logging_steps": 1,
+    }
+    if model == TOY:
+        defaults |= TOY_TRAINING
+        if "num_train_epochs" in given:
+            del defaults["max_steps"]
+    elif on_cpu():
+        precision = {} if {"bf16", "no_bf16", "fp16"} & set(given) else {"bf16": False}
+        chosen = {**({} if "use_cpu" in given else {"use_cpu": True}), **precision}
+        if chosen:
+            say(f"no accelerator is used: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
+        defaults |= chosen
+    return defaults
+
+
+def parse(
+    argv: Sequence[str] | None = None, config_class: type[GRPOConfig] = GRPOPlusConfig, say: Callable[[str], None] = print
+) -> tuple[RecipeArguments, Any, ModelConfig]:
+    """
+    The arguments: the command line over the YAML file behind `--config` over the recipe's defaults over TRL's.
+
+    Args:
+        argv: the command line's words; None: this process's.
+        config_class: of the training arguments.
+        say: called with the line that tells of a choice made for the user.
+
+    Raises:
+        LossPlusError: whatever is wrong with them, be it found by us, by TRL or by transformers.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    values, words = _read_yaml(words)
+    parser = RecipeParser((RecipeArguments, config_class, ModelConfig))  # type: ignore[arg-type]
+    parser.refuse_unknown(list(values), "--config")
+    given = _given(words, values)
+    values = {name: value for name, value in values.items() if name in given}
+    parser.set_defaults_with_config(**{**_defaults(given, say), **values})
+    try:
+        *parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    except LossPlusError:
+        raise
+    except ValueError as error:
+        raise LossPlusError(str(error)) from None
+    parser.refuse_unknown([_option(word) for word in unknown], "command line")
+    arguments, training, model = parsed
+    return arguments, training, model
