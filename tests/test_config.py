@@ -9,8 +9,9 @@ import pytest
 import yaml
 from trl import GRPOConfig, TrlParser
 
-from trl_lossplus import GRPOPlusConfig, LossPlusError, LossSpec
+from trl_lossplus import GRPOPlusConfig, LossPlusError, LossSpec, PPOPlusConfig, register_advantage_estimator
 from trl_lossplus import config as config_module
+from trl_lossplus import ppo_config as ppo_module
 from trl_lossplus import resolve as resolve_module
 from trl_lossplus import spec as spec_module
 
@@ -22,6 +23,11 @@ NEW = {
     for item in dataclasses.fields(GRPOPlusConfig)
     if item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata
 }
+PPO_NEW = {
+    item.name: item
+    for item in dataclasses.fields(PPOPlusConfig)
+    if item.name not in NEW and (item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata)
+}
 CPU = {"use_cpu": True, "bf16": False}
 
 
@@ -29,8 +35,12 @@ def make(**values):
     return GRPOPlusConfig(**CPU, **values)
 
 
-def parse(*arguments):
-    (config,) = TrlParser([GRPOPlusConfig]).parse_args_and_config(["--use_cpu", "--bf16", "false", *arguments])
+def make_ppo(**values):
+    return PPOPlusConfig(**CPU, **values)
+
+
+def parse(*arguments, kind=GRPOPlusConfig):
+    (config,) = TrlParser([kind]).parse_args_and_config(["--use_cpu", "--bf16", "false", *arguments])
     return config
 
 
@@ -58,36 +68,67 @@ VALUES = {
     "kl_target": (0.2, {**LOSS_KL, "kl_controller": "adaptive"}),
     "kl_horizon": (100.0, ADAPTIVE),
     "zero_std_groups": ("drop", {}),
+    "probes": ("full", {}),
+    "nonfinite_policy": ("skip", {}),
+    "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
+}
+HUBER, SHARED = {"value_loss": "huber"}, {"critic": "shared"}
+PPO_VALUES = {
+    "num_generations": (4, {}),
+    "critic": ("shared", {}),
+    "critic_model_name_or_path": ("some/where", {}),
+    "critic_learning_rate": (1e-5, {}),
+    "critic_lr_scheduler_type": ("constant", {}),
+    "critic_warmup_steps": (20, {}),
+    "critic_detach": (True, SHARED),
+    "gamma": (0.99, {}),
+    "gae_lambda": (0.9, {}),
+    "gae_lambda_critic": (1.0, {}),
+    "vf_coef": (0.5, {}),
+    "value_loss": ("huber", {}),
+    "huber_delta": (0.5, HUBER),
+    "cliprange_value": (0.5, {}),
+    "whiten_rewards": (True, {}),
+    "truncated_completions": ("bootstrap", {}),
+    "missing_eos_penalty": (1.0, {}),
 }
 
 
 def test_every_new_field_is_in_the_table_of_values():
-    """The table above is whole, so what the tests below say of it holds of every field."""
+    """The tables above are whole, so what the tests below say of them holds of every field."""
     assert VALUES.keys() == NEW.keys()
+    assert PPO_VALUES.keys() == PPO_NEW.keys()
 
 
-@pytest.mark.parametrize("name", NEW)
-def test_help(name):
+@pytest.mark.parametrize("item", [*NEW.values(), *PPO_NEW.values()], ids=lambda item: item.name)
+def test_help(item):
     """Help text: there, one paragraph, and safe for argparse, which formats it."""
-    text = NEW[name].metadata["help"]
-    assert len(text) > 20
+    text = item.metadata["help"]
+    assert len(text) > (20 if item.name in NEW else 12)
     assert "\n" not in text
     assert text % {} == text
 
 
-@pytest.mark.parametrize("name", NEW)
-def test_yaml_and_command_line(name, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((GRPOPlusConfig, name) for name in NEW), *((PPOPlusConfig, name) for name in PPO_NEW)]
+)
+def test_yaml_and_command_line(kind, name, tmp_path):
     """Both give the value, the spec has it, and the command line wins over the file."""
-    value, needs = VALUES[name]
+    value, needs = (VALUES if kind is GRPOPlusConfig else PPO_VALUES)[name]
     values = {**needs, name: value}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
     flags = [word for item in values.items() for word in (f"--{item[0]}", str(item[1]))]
-    spec = make(**values).loss_spec()
+    spec = kind(**CPU, **values).loss_spec()
     assert getattr(spec, name, value) == value
+    others = {float: 1.5 if name != "gae_lambda" else 0.5, bool: not value, int: 8}
     other = tmp_path / "other.yaml"
-    other.write_text(yaml.safe_dump({**values, name: 1.5 if isinstance(value, float) else None}))
-    for config in (parse("--config", str(file)), parse(*flags), parse("--config", str(other), f"--{name}", str(value))):
+    other.write_text(yaml.safe_dump({**values, name: others.get(type(value))}))
+    for config in (
+        parse("--config", str(file), kind=kind),
+        parse(*flags, kind=kind),
+        parse("--config", str(other), f"--{name}", str(value), kind=kind),
+    ):
         assert getattr(config, name) == value
         assert config.loss_spec() == spec
 
@@ -142,7 +183,7 @@ def test_none_means_trls(loss_type, level):
     config = make(loss_type=loss_type, importance_sampling_level=level, beta=0.05)
     assert config.loss_spec() == expected
     assert config.counts_empty_rows
-    assert (config.loss_type, config.scale_rewards, config.use_bias_correction_kl) == (loss_type or "dapo", "group", True)
+    assert (config.loss_type, config.scale_rewards, config.use_bias_correction_kl) == (loss_type, None, None), "as written"
     if (loss_type, level) == ("vespo", "sequence"):
         with pytest.raises(LossPlusError, match="importance_sampling_level='sequence'"):
             make(loss_type=loss_type, importance_sampling_level=level)
@@ -178,15 +219,68 @@ def test_aggregation_named_by_the_user_or_the_source(fields, expected):
 @pytest.mark.parametrize(
     ("estimator", "in_loss", "corrected"),
     [
-        (None, "k3", True), ("k1", "k1", True), ("abs", "abs", True), ("low_var_kl", "low_var_kl", True),
-        ("k2", "k2", False), ("mse", "mse", False), ("k1+", "k1+", False), ("k3+", "k3+", False),
+        (None, "k3", True), ("k1", "k1", True), ("low_var_kl", "low_var_kl", True), ("kl", "kl", True),
+        ("abs", "abs", False), ("k2", "k2", False), ("mse", "mse", False), ("k1+", "k1+", False), ("k3+", "k3+", False),
+        ("abs+", "abs+", False),
     ],
 )  # fmt: skip
 def test_bias_correction_left_at_none(estimator, in_loss, corrected):
-    """On for the estimators that need it, off for those that it would make wrong."""
-    spec = make(beta=0.1, kl_estimator=estimator).loss_spec()
+    """On for the estimators that it makes right, off for those that it would make wrong, and for abs, which it leaves wrong."""
+    config = make(beta=0.1, kl_estimator=estimator)
+    spec = config.loss_spec()
     assert (spec.kl_estimator, spec.use_bias_correction_kl) == (in_loss, corrected)
+    assert config.use_bias_correction_kl is None
+    if in_loss in ("k1", "k3", "abs"):
+        for asked in (True, False):
+            assert make(beta=0.1, kl_estimator=in_loss, use_bias_correction_kl=asked).loss_spec().use_bias_correction_kl is asked
     assert make(**REWARD_KL).loss_spec().kl_estimator == "k1"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"policy_loss": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"loss_type": "cispo", "beta": 0.1},
+        {"advantage_normalization": "rollout"},
+        {"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_reward_level": "token"},
+        {"loss_aggregation": "seq_mean_token_mean", "advantage_estimator": "rloo"},
+    ],
+    ids=str,
+)
+def test_fields_stay_as_they_were_written(fields):
+    """Nothing of ours is filled in, so a copy by dataclasses.replace means the same loss; None stays None."""
+    config = make(**fields)
+    for name, item in NEW.items():
+        assert getattr(config, name) == fields.get(name, item.default), name
+    copy = dataclasses.replace(config, generation_batch_size=None)
+    assert copy.loss_spec() == config.loss_spec()
+    assert copy.counts_empty_rows == config.counts_empty_rows
+    other = dataclasses.replace(
+        config, generation_batch_size=None, loss_type=None, policy_loss="sapo", epsilon=0.2, epsilon_high=None
+    )
+    assert other.loss_spec().policy_loss == "sapo"
+
+
+def test_ppo_defaults():
+    """
+    PPO: gae, whitened once and over the rollout, a value loss, token-level KL in the reward, one completion a prompt; a
+    cliprange_value of 0 means none. A copy means the same loss.
+    """
+    config = make_ppo(kl_placement="reward", kl_reward_coef=0.05)
+    spec = config.loss_spec()
+    assert spec == LossSpec(
+        advantage_estimator="gae", scale_rewards="none", advantage_normalization="rollout", vf_coef=0.1, kl_estimator="k1",
+        kl_placement="reward", kl_reward_coef=0.05, kl_reward_level="token",
+    )  # fmt: skip
+    assert config.estimator_options == {"gamma": 1.0, "gae_lambda": 0.95, "gae_lambda_critic": None}
+    assert (config.num_generations, config.generation_batch_size, config.prompts_per_rollout) == (1, 8, 8)
+    assert make_ppo(cliprange_value=0).loss_spec().cliprange_value is None
+    assert dataclasses.replace(config, generation_batch_size=None).loss_spec() == spec
+    for scope in ("batch", "group", "sequence"):  # the advantages vary along a row
+        assert make_ppo(advantage_norm_scope=scope).loss_spec().advantage_norm_scope == scope
+    assert make_ppo(advantage_normalization="none").loss_spec().advantage_normalization == "none"
 
 
 # Conflicts: fields, and what the message must name: the field, its value, what to do.
@@ -221,6 +315,7 @@ CONFLICTS = [
     ({**ADAPTIVE, "kl_target": -1.0}, ["kl_target=-1.0", "> 0"]),
     ({**ADAPTIVE, "kl_horizon": 0.0}, ["kl_horizon=0.0", "> 0"]),
     ({**ADAPTIVE, "kl_horizon": -5.0}, ["kl_horizon=-5.0", "> 0"]),
+    ({**ADAPTIVE, "kl_horizon": 1.6}, ["kl_horizon=1.6", "rollouts of 8 completions", "10000 is usual"]),
     ({**ADAPTIVE, "beta": 0.0}, ["kl_controller='adaptive'", "nothing reads it"]),
     ({**ADAPTIVE, "beta": 0.0, "kl_placement": "loss"}, ["kl_placement='loss'", "beta > 0"]),
     # normalization twice, or of nothing
@@ -230,6 +325,9 @@ CONFLICTS = [
     ),
     ({"scale_rewards": "group", "advantage_estimator": "rloo"}, ["scale_rewards='group'", "'rloo'", "Set"]),
     ({"advantage_estimator": "gdpo", "advantage_normalization": "learner"}, ["'learner'", "gdpo", "twice", "Remove"]),
+    ({"advantage_estimator": "gdpo", "advantage_normalization": "none"}, ["advantage_normalization='none'", "gdpo", "Remove"]),
+    ({"advantage_estimator": "gdpo", "scale_rewards": "none"}, ["scale_rewards='none'", "gdpo", "Remove scale_rewards"]),
+    ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, ["scale_rewards='batch'", "'gdpo'"]),
     (
         {"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"},
         ["multi_objective_aggregation='normalize_then_sum'", "'rloo'", "Set advantage_estimator='gdpo'"],
@@ -243,11 +341,24 @@ CONFLICTS = [
         )
         for side in ("rollout", "learner") for name in ("grpo", "rloo", "maxrl")
     ),
+    (
+        {"advantage_norm_scope": "sequence", "advantage_normalization": "rollout", **REWARD_KL, "kl_reward_level": "token"},
+        ["advantage_norm_scope='sequence'", "constant", "Set batch or group"],
+    ),
     # what the objective does not read
     ({"policy_loss": "sapo", "delta": 4.0}, ["delta=4.0", "'sapo'", "Remove it"]),
     ({"policy_loss": "sapo", "epsilon_high": 0.3}, ["epsilon_high=0.3", "'sapo'", "Remove it"]),
     ({"loss_type": "cispo", "clip_ratio_c": 3.0}, ["clip_ratio_c=3.0", "'cispo'", "Remove it"]),
-    ({"policy_loss": "vespo", "clip_objective": "max"}, ["clip_objective=max", "'vespo'", "Remove it"]),
+    ({"policy_loss": "vespo", "clip_objective": "max"}, ["clip_objective='max'", "'vespo'", "Remove it"]),
+    ({"policy_loss": "sapo", "epsilon": 0.3}, ["epsilon=0.3", "nothing reads it", "'sapo'", "Read: ", "sapo_temperature_pos"]),
+    ({"policy_loss": "cispo", "epsilon": 0.3}, ["epsilon=0.3", "nothing reads it", "'cispo'", "Read: cispo_ratio_min"]),
+    *(({name: 9.0}, [f"{name}=9.0", "'ppo_clip'", "Remove it"]) for name in
+      ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
+    *(({name: 0.5}, [f"{name}=0.5", "nothing reads it"]) for name in
+      ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")),
+    ({"loss_type": "grpo", "policy_loss": "gspo", "loss_aggregation": "token_mean"}, ["loss_type='grpo'", "Remove it"]),
+    ({"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_estimator": "k3+"},
+     ["kl_estimator='k3+'", "kl_placement='reward'", "Set kl_estimator='k3'"]),
     ({"cispo_ratio_min": 0.5}, ["cispo_ratio_min=0.5", "'ppo_clip'", "Remove it"]),
     ({"policy_loss": "gmpo", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'gmpo'"]),
     ({"zero_std_groups": "no_kl"}, ["zero_std_groups='no_kl'", "no KL in the loss"]),
@@ -268,6 +379,10 @@ CONFLICTS = [
     ({"top_entropy_quantile": 1.5}, ["top_entropy_quantile=1.5", "in [0, 1]"]),
     ({"log_ratio_clamp": 0.0}, ["log_ratio_clamp=0.0", "> 0"]),
     ({"delta": 0.0}, ["delta=0.0", "> 0"]),
+    ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, ["sapo_temperature_pos=0.0", "> 0"]),
+    ({"policy_loss": "cispo", "epsilon_high": 1.2, "cispo_ratio_min": 2.0}, ["cispo_ratio_min=2.0", "<= epsilon_high, 1.2"]),
+    ({"entropy_coef": float("nan")}, ["entropy_coef=nan", "must be a number"]),
+    ({"num_iterations": 0}, ["num_iterations=0", ">= 1"]),
     # unknown names, with the nearest
     ({"loss_type": "dpao"}, ["loss_type='dpao'", "'dapo'", "Allowed: bnpo"]),
     ({"policy_loss": "ppo_clipp"}, ["policy_loss='ppo_clipp'", "Did you mean 'ppo_clip'", "package.module:function"]),
@@ -287,7 +402,66 @@ CONFLICTS = [
     ({"kl_controller": "adaptiv", "beta": 0.1}, ["kl_controller='adaptiv'", "Did you mean 'adaptive'"]),
     ({"kl_reward_level": "tokn", **REWARD_KL}, ["kl_reward_level='tokn'", "Did you mean 'token'"]),
     ({"zero_std_groups": "dropp"}, ["zero_std_groups='dropp'", "Did you mean 'drop'"]),
+    ({"multi_objective_aggregation": "normalise_then_sum"}, ["='normalise_then_sum'", "Did you mean 'normalize_then_sum'"]),
+    ({"vllm_importance_sampling_mode": "token_mas"}, ["vllm_importance_sampling_mode='token_mas'", "Did you mean 'token_mask'"]),
+    # '' and false are no choices (None is the default's name)
+    *(
+        ({**(VALUES[name][1]), name: wrong}, [f"{name}={wrong!r} is not known", "Allowed"])
+        for name in ("loss_type", "policy_loss", "loss_aggregation", "advantage_normalization", "advantage_norm_scope",
+                     "kl_estimator", "kl_placement", "kl_controller", "kl_reward_level", "clip_objective", "zero_std_groups",
+                     "advantage_estimator")
+        for wrong in ("", False)
+    ),
+    ({"scale_rewards": ""}, ["scale_rewards='' is not known", "Allowed"]),
+    ({"probes": "al"}, ["probes='al'", "Allowed: full, off, summary"]),
+    ({"nonfinite_policy": "skipp"}, ["nonfinite_policy='skipp'", "Did you mean 'skip'"]),
+    ({"nonfinite_max_skips": 0}, ["nonfinite_max_skips=0", ">= 1"]),
+    ({"nonfinite_policy": "skip", "fp16": True}, ["nonfinite_policy='skip'", "Set it to raise"]),
 ]  # fmt: skip
+
+
+register_advantage_estimator("test_by_token", requires={"old_values"}, traits={"token_level"})(lambda r, v, m: r)
+
+# The same for PPO's own fields.
+PPO_CONFLICTS = [
+    ({"critic": "adaptor"}, ["critic='adaptor'", "Did you mean 'adapter'", "Allowed: adapter, model, shared"]),
+    ({"truncated_completions": "terminate"}, ["truncated_completions='terminate'", "Did you mean 'terminal'"]),
+    ({"vf_coef": 0.0}, ["vf_coef=0.0", "must be > 0"]),
+    ({"vf_coef": float("nan")}, ["vf_coef=nan", "must be > 0"]),
+    ({"critic_warmup_steps": -1}, ["critic_warmup_steps=-1", ">= 0"]),
+    ({"critic_learning_rate": -1e-5}, ["critic_learning_rate=-1e-05", ">= 0"]),
+    ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty=-1.0", ">= 0"]),
+    ({"critic_lr_scheduler_type": "cosin"}, ["critic_lr_scheduler_type='cosin'", "Did you mean 'cosine'"]),
+    ({"critic_detach": True}, ["critic_detach=True", "critic='shared'", "critic is None"]),
+    ({"critic_detach": True, "critic": "model"}, ["critic_detach=True", "critic is 'model'"]),
+    ({"huber_delta": 0.5}, ["huber_delta=0.5", "nothing reads it", "value_loss='huber'"]),
+    ({"value_loss": "hubert"}, ["value_loss='hubert'", "Did you mean 'huber'"]),
+    ({"value_loss": "huber", "huber_delta": 0.0}, ["huber_delta=0.0", "> 0"]),
+    ({"cliprange_value": -0.2}, ["cliprange_value=-0.2", "> 0"]),
+    ({"gamma": 1.1}, ["gamma=1.1", "in [0, 1]"]),
+    ({"gae_lambda": -0.1}, ["gae_lambda=-0.1", "in [0, 1]"]),
+    ({"gae_lambda_critic": 2.0}, ["gae_lambda_critic=2.0", "in [0, 1]"]),
+    ({"zero_std_groups": "drop"}, ["zero_std_groups='drop'", "num_generations=1", "flat"]),
+    ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, ["rollout of one completion", "raise"]),
+    ({"advantage_estimator": "grpo", "num_generations": 4}, ["advantage_estimator='grpo'", "does not read values", "GRPOPlusTrainer"]),
+    ({"scale_rewards": "group"}, ["scale_rewards='group'", "'gae'", "the estimator does not scale"]),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, ["advantage_estimator='gdpo'", "does not read values"]),
+    ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos=2.0", "'ppo_clip'"]),
+    ({"missing_eos_penalty": float("nan")}, ["missing_eos_penalty=nan", ">= 0"]),
+    ({"advantage_estimator": "test_by_token", "gamma": 0.9}, ["gamma=0.9", "'test_by_token'", "does not read it"]),
+    ({"advantage_estimator": "test_by_token", "truncated_completions": "bootstrap"}, ["truncated_completions='bootstrap'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "words"), PPO_CONFLICTS, ids=lambda x: str(x)[:70] if isinstance(x, dict) else "")
+def test_ppo_conflicts(fields, words):
+    """As below, for a PPOPlusConfig."""
+    with pytest.raises(LossPlusError) as error:
+        make_ppo(**fields)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
 
 
 @pytest.mark.parametrize(("fields", "words"), CONFLICTS, ids=lambda x: str(x)[:70] if isinstance(x, dict) else "")
@@ -308,7 +482,7 @@ def raising_lines(*modules):
         id(node)
         for tree in trees.values()
         for other in ast.walk(tree)
-        if isinstance(other, ast.ClassDef) and other.name not in ("GRPOPlusConfig", "LossSpec")
+        if isinstance(other, ast.ClassDef) and other.name not in ("GRPOPlusConfig", "PPOPlusConfig", "LossSpec")
         for node in ast.walk(other)
     }
     return {
@@ -320,13 +494,18 @@ def raising_lines(*modules):
 
 
 def test_no_conflict_is_untested():
-    """Every `raise` of GRPOPlusConfig, resolve.py and LossSpec is reached by a case above (a new one needs its case)."""
-    modules = (config_module, resolve_module, spec_module)
+    """
+    Every `raise` of the two configurations, resolve.py and LossSpec is reached by a case above, or by one below that only a
+    LossSpec of one's own can meet (a new one needs its case).
+    """
+    modules = (config_module, ppo_module, resolve_module, spec_module)
     names = {Path(module.__file__).name for module in modules}
+    own = ({"beat": 0.1}, {"beta": "high"}, {"kl_reward_coef": 0.1}, {"kl_controller": "adaptive", "kl_target": 0.1})
+    cases = [(make, fields) for fields, _ in CONFLICTS] + [(make_ppo, fields) for fields, _ in PPO_CONFLICTS]
     reached = set()
-    for fields, _ in [*CONFLICTS, ({"beat": 0.1}, None)]:
+    for build, fields in [*cases, *((lambda **x: LossSpec.from_dict(x), fields) for fields in own)]:
         try:
-            LossSpec.from_dict(fields) if "beat" in fields else make(**fields)
+            build(**fields)
         except LossPlusError as error:
             reached |= {(Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)}
     assert {line for line in raising_lines(*modules) if line[0] in names} - reached == set()

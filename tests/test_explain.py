@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import trl_lossplus
-from trl_lossplus import GRPOPlusConfig, estimate_kl
+from trl_lossplus import GRPOPlusConfig, PPOPlusConfig, estimate_kl
 from trl_lossplus.cli import COMMANDS, Command, main
-from trl_lossplus.explain import TEXTS, explain
+from trl_lossplus.explain import explain
+from trl_lossplus.explain_warnings import TEXTS
+from trl_lossplus.functional.value import value_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -82,8 +84,12 @@ OFF_POLICY = {"num_iterations": 2}
 KL, REWARD_KL = {"beta": 0.1}, {"kl_placement": "reward", "kl_reward_coef": 0.1}
 
 
-def make(**fields):
-    return GRPOPlusConfig(use_cpu=True, bf16=False, **fields)
+PPO = {"trainer": "ppo"}
+
+
+def make(trainer="grpo", **fields):
+    kind = {"grpo": GRPOPlusConfig, "ppo": PPOPlusConfig}[trainer]
+    return kind(use_cpu=True, bf16=False, **fields)
 
 
 def sections(**fields):
@@ -129,9 +135,7 @@ def test_tensors_of_the_whole():
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+READERS = [
         ({}, {"ref_logps": None, "entropies": None, "rollout_weights": None}),
         ({"policy_loss": "vespo"}, {"rollout_weights": None}),
         (
@@ -152,10 +156,21 @@ def test_tensors_of_the_whole():
         ({**KL, "kl_controller": "adaptive", "kl_target": 0.1}, {"ref_logps": {"KL control", "KL in the loss"}}),
         ({"use_adaptive_entropy": True}, {"entropies": {"entropy bonus"}}),
         ({"top_entropy_quantile": 0.2}, {"entropies": {"high-entropy selection"}}),
-        ({"advantage_estimator": "torch:relu"}, {"rewards": {"estimator (torch:relu)"}, "group_ids": None}),
-    ],
-    ids=str,
-)
+        ({"advantage_estimator": "torch:relu"}, {"rewards": {"estimator (torch:relu)"}, "group_ids": {"estimator (torch:relu)"}}),
+        (PPO, {
+            "rewards": {"estimator (gae)"}, "values": {"value loss"}, "returns": {"value loss"},
+            "old_values": {"estimator (gae)", "value loss"}, "advantages": {"normalization", "policy (ppo_clip)"},
+            "mask": {"aggregation (token_mean)", "estimator (gae)", "normalization", "policy (ppo_clip)"},
+            "group_ids": None, "ref_logps": None,
+        }),
+        ({**PPO, "cliprange_value": 0}, {"old_values": {"estimator (gae)"}}),
+        ({**PPO, "whiten_rewards": True}, {"rewards": {"estimator (gae)", "reward whitening"}}),
+        ({**PPO, "advantage_norm_scope": "group"}, {"group_ids": {"normalization"}}),
+        ({**PPO, **REWARD_KL}, {"ref_logps": {"KL in the reward"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "expected"), READERS, ids=[str(fields) for fields, _ in READERS])
 def test_readers(fields, expected):
     """Who reads a tensor; None: it is not in the table, for nothing reads it."""
     readers = tensors(**fields)
@@ -247,6 +262,121 @@ def test_lines(fields, section, line):
     assert line in sections(**fields)[section]
 
 
+PPO_LINES = [
+    (PPO, "The loss", "loss = policy + 0.1 value"),
+    ({**PPO, **KL, "entropy_coef": 0.01, "vf_coef": 0.5}, "The loss", "loss = policy + 0.1 KL - 0.01 entropy + 0.5 value"),
+    (PPO, "The loss",
+     "Value loss: vf_coef 0.1, mse = 0.5 max((v - R)^2, (clip(v, V - 0.2, V + 0.2) - R)^2), v = value, R = return, V = old value"),
+    ({**PPO, "vf_coef": 1.0, "cliprange_value": 0}, "The loss",
+     "Value loss: vf_coef 1, mse = 0.5 (v - R)^2, v = value, R = return, no clipping"),
+    ({**PPO, "value_loss": "huber", "huber_delta": 0.5}, "The loss",
+     "Value loss: vf_coef 0.1, huber = 0.5 max(h(v - R), h(clip(v, V - 0.2, V + 0.2) - R)), v = value, R = return, V = old value"),
+    ({**PPO, "value_loss": "huber", "huber_delta": 0.5}, "The loss",
+     "  h(x) = x^2 for |x| <= 0.5, else 1 |x| - 0.25 (huber_delta 0.5)"),
+    (PPO, "The loss", "  aggregated as the policy term, over the same tokens"),
+    # the advantages
+    (PPO, "The advantages", "Estimator: gae = A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t"),
+    (PPO, "The advantages", "  gamma 1; gae_lambda 0.95; gae_lambda_critic as gae_lambda; source: GAE, arXiv 1506.02438"),
+    ({**PPO, "gamma": 0.999, "gae_lambda": 0.9, "gae_lambda_critic": 1.0}, "The advantages",
+     "  gamma 0.999; gae_lambda 0.9; gae_lambda_critic 1; source: GAE, arXiv 1506.02438"),
+    (PPO, "The advantages", "  token rewards: s at a completion's last token, 0 elsewhere; returns R = advantage + old value"),
+    (PPO, "The advantages", "Completions that were cut off: terminal: the value after them is 0"),
+    ({**PPO, "truncated_completions": "bootstrap"}, "The advantages",
+     "Completions that were cut off: bootstrap: the value after them is the critic's"),
+    ({**PPO, "missing_eos_penalty": 0.5}, "The advantages", "  and 0.5 is taken off s (missing_eos_penalty)"),
+    (PPO, "The advantages", "Reward whitening: none"),
+    ({**PPO, "whiten_rewards": True}, "The advantages",
+     "Reward whitening: token rewards, less any KL, divided by their standard deviation over the rollout on all processes; "
+     "the mean stays"),
+    ({**PPO, **REWARD_KL}, "The advantages", "  level token: each token's reward loses its KL, before any advantage"),
+    ({**PPO, **REWARD_KL, "kl_reward_level": "sequence"}, "The advantages",
+     "  level sequence: a completion's summed KL is taken off its reward s, before any advantage"),
+    ({**PPO, "num_generations": 4}, "The advantages", "Groups whose rewards are all equal: kept, as TRL"),
+    # the critic
+    (PPO, "The critic",
+     "Kind: not set: adapter (a second LoRA adapter and a scalar head) with LoRA, else model (a model of its own)"),
+    (PPO, "The critic", "  starts from: the policy, with a new head"),
+    ({**PPO, "critic": "adapter"}, "The critic", "Kind: adapter: a second LoRA adapter and a scalar head on the policy's base model"),
+    ({**PPO, "critic": "model", "critic_model_name_or_path": "some/reward"}, "The critic",
+     "Kind: model: a model of its own with a scalar head"),
+    ({**PPO, "critic": "model", "critic_model_name_or_path": "some/reward"}, "The critic", "  starts from: some/reward"),
+    ({**PPO, "critic": "shared"}, "The critic",
+     "Kind: shared: a scalar head on the policy's hidden states, without a forward pass of its own"),
+    ({**PPO, "critic": "shared"}, "The critic", "  starts from: a new head"),
+    ({**PPO, "critic": "shared"}, "The critic", "  the value loss's gradient reaches the policy's trunk as well"),
+    ({**PPO, "critic": "shared", "critic_detach": True}, "The critic",
+     "  the value loss's gradient stops at the head (critic_detach)"),
+    (PPO, "The critic", "Learning rate: 1e-06, as the policy"),
+    ({**PPO, "critic_learning_rate": 1e-5}, "The critic", "Learning rate: 1e-05 (critic_learning_rate); the policy: 1e-06"),
+    (PPO, "The critic", "Scheduler: linear, as the policy"),
+    ({**PPO, "critic_lr_scheduler_type": "constant", "lr_scheduler_type": "cosine"}, "The critic",
+     "Scheduler: constant (critic_lr_scheduler_type); the policy: cosine"),
+    (PPO, "The critic", "Warm-up: none (critic_warmup_steps 0)"),
+    ({**PPO, "critic_warmup_steps": 20}, "The critic",
+     "Warm-up: the first 20 optimizer steps train the critic alone; the policy's learning rate is 0 in them"),
+    # where, and when
+    ({**PPO, **REWARD_KL}, "Where each term acts", "KL                 -0.1 KL  -          -"),
+    ({**PPO, "missing_eos_penalty": 0.5}, "Where each term acts", "missing end token  -0.5    -          -"),
+    ({**PPO, "whiten_rewards": True}, "Where each term acts", "reward whitening   yes     -          -"),
+    (PPO, "Where each term acts", "value loss         -       -          +0.1 value"),
+    (PPO, "Where each term acts", "normalization      -       yes        -"),
+    ({**PPO, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 3}, "Schedule",
+     "Optimizer steps that one rollout serves: 6"),
+    ({**PPO, "gradient_accumulation_steps": 2, "steps_per_generation": 4}, "Schedule",
+     "Rollout: 32 completions = prompts 32 x num_generations 1; processes 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "section", "line"), PPO_LINES, ids=lambda x: str(x)[:60])
+def test_lines_of_ppo(fields, section, line):
+    """As above, for PPO; and GRPO has neither a critic nor a word about it."""
+    assert line in sections(**fields)[section]
+    grpo = explain(make())
+    assert "The critic" not in grpo
+    assert "value" not in grpo.lower()
+
+
+@pytest.mark.parametrize(
+    ("side", "words"),
+    [
+        (None, "rollout-side: whitened over the rollout's tokens on all processes, all tokens together"),
+        ("rollout", "rollout-side: whitened over the rollout's tokens on all processes, all tokens together"),
+        ("learner", "learner-side: whitened over each optimizer step's tokens on all processes, all tokens together"),
+        ("none", "nowhere"),
+    ],
+)
+def test_ppo_whitens_advantages_in_one_place(side, words):
+    """Said once, and the table of terms has a row for it where it acts; one completion a prompt makes no group to be flat."""
+    parts = sections(**PPO, advantage_normalization=side)
+    said = [line for line in parts["The advantages"] if line.startswith("Normalization")]
+    assert said == [f"Normalization, in exactly one place: {words}"]
+    assert sum("whitened" in line for line in parts["The advantages"]) == (side != "none")
+    assert any(row.startswith("normalization") for row in parts["Where each term acts"]) == (side != "none")
+    assert not any(line.startswith("Groups") for line in parts["The advantages"])
+
+
+@pytest.mark.parametrize("clip", [0, 0.2, 0.5])
+@pytest.mark.parametrize(("kind", "delta"), [("mse", 1.0), ("huber", 0.5), ("huber", 2.0)])
+def test_value_loss_is_what_is_said(kind, delta, clip):
+    """The printed formula, worked out as it stands, is functional.value.value_loss."""
+    lines = sections(**PPO, value_loss=kind, huber_delta=delta, cliprange_value=clip, num_iterations=2)["The loss"]
+    at = next(i for i, line in enumerate(lines) if line.startswith("Value loss"))
+    formula = lines[at].partition(" = ")[2].partition(", v = value")[0].replace("0.5 ", "0.5 * ", 1).replace("^", "**")
+
+    def h(x):
+        inner, _, outer = lines[at + 1].strip().removeprefix("h(x) = x^2 for |x| <= ").partition(", else ")
+        slope, _, rest = outer.partition(" |x| - ")
+        return x**2 if abs(x) <= float(inner) else float(slope) * abs(x) - float(rest.split()[0])
+
+    names = {"h": h, "max": max, "clip": lambda x, low, high: min(max(x, low), high)}
+    for v, old, target in ((1.0, 0.0, 0.3), (1.0, 0.0, 2.0), (-3.0, -2.9, 1.0), (0.4, 2.0, 0.1), (5.0, 1.0, -5.0)):
+        said = eval(formula, {**names, "v": v, "V": old, "R": target})
+        ours = value_loss(*(torch.tensor([[x]]) for x in (v, target, old)), kind=kind, huber_delta=delta, cliprange=clip or None)[
+            0
+        ]
+        assert said == pytest.approx(ours.item(), rel=1e-5)
+
+
 def test_terms_that_do_not_act_have_no_row():
     """The table of the defaults: the policy in the loss, the group's spread in the advantage."""
     assert sections()["Where each term acts"] == [
@@ -315,6 +445,8 @@ CISPO, SEQUENCE, DR = {"policy_loss": "cispo"}, {"importance_sampling_level": "s
 WARNINGS = {
     "on_policy": ({**CISPO}, {**CISPO, "num_iterations": 2}, "clipping cannot act"),
     "loss_0": ({"advantage_estimator": "rloo"}, {"loss_type": "cispo"}, "Loss 0 is expected"),
+    "policy_0": (PPO, {**PPO, "num_iterations": 2}, "The policy term (loss/policy) is expected to be near 0"),
+    "value_clip": (PPO, {**PPO, "cliprange_value": 0}, "cliprange_value cannot act and value/clip_ratio is 0."),
     "windows": (
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
         {"gradient_accumulation_steps": 3, "steps_per_generation": 3},
@@ -334,11 +466,6 @@ WARNINGS = {
     ),
     "wide": ({"policy_loss": "gspo"}, {"policy_loss": "gspo", "epsilon": 3e-4}, "a range of 0.2 hardly clips"),
     "delta": ({"delta": 1.1}, {"delta": 1.2}, "delta=1.1 is below 1 + epsilon_high"),
-    "unread": (
-        {"policy_loss": "sapo", "epsilon": 0.3, "vespo_k_pos": 1.0, "entropy_target": 1.0},
-        {"policy_loss": "sapo", "sapo_temperature_pos": 2.0, "use_adaptive_entropy": True, "entropy_target": 1.0},
-        "Nothing reads epsilon=0.3, vespo_k_pos=1.0, entropy_target=1.0 here",
-    ),
     "bnpo": ({"loss_type": "bnpo"}, {"loss_type": "dapo"}, "loss_type=bnpo is normalized over the whole optimizer step"),
     "luspo": ({"loss_type": "luspo"}, {"loss_type": "luspo", **SEQUENCE}, "loss_type=luspo with one ratio a token"),
     "by_length": (SEQUENCE, {**SEQUENCE, "loss_type": "grpo"}, "loss_aggregation=token_mean weighs each row by its length"),
@@ -354,28 +481,51 @@ WARNINGS = {
     "kl_by_row": ({**KL, "policy_loss": "gspo"}, {**KL, "policy_loss": "gspo", "kl_estimator": "k2"}, "approximately unbiased"),
     "both": ({**KL, "kl_placement": "both", "kl_reward_coef": 0.1}, KL, "the two pulls towards the reference add up"),
     "adaptive_both": (FULL, {**FULL, "kl_controller": "fixed", "kl_target": None}, "beta and kl_reward_coef by the same factor"),
-    "flat_kl": (
-        {**REWARD_KL, "zero_std_groups": "drop"},
-        {**REWARD_KL, "zero_std_groups": "drop", "kl_reward_level": "token"},
-        "zero_std_groups=drop looks at rewards less their KL",
-    ),
     "length_std": (DR, {**DR, "scale_rewards": "none"}, "set scale_rewards=none."),
     "row_scope": (
-        {**REWARD_KL, "kl_reward_level": "token", "advantage_normalization": "rollout", "advantage_norm_scope": "sequence"},
-        {**REWARD_KL, "kl_reward_level": "token", "advantage_normalization": "rollout", "advantage_norm_scope": "group"},
-        "takes off each row's mean, and with it the reward",
+        {**PPO, "advantage_norm_scope": "sequence"},
+        {**PPO, "advantage_norm_scope": "group"},
+        "takes off each row's mean advantage",
     ),
     "truncated": (
         {"mask_truncated_completions": True, "loss_type": "grpo"},
         {"mask_truncated_completions": True, "loss_aggregation": "seq_mean_token_mean"},
         "set loss_aggregation=seq_mean_token_mean to count rows with tokens only.",
     ),
+    "cut_off": (
+        {**PPO, "mask_truncated_completions": True, "missing_eos_penalty": 1.0},
+        {**PPO, "mask_truncated_completions": True},
+        "mask_truncated_completions leaves out the completions that truncated_completions",
+    ),
+    "discount": (
+        {**PPO, "gamma": 0.99},
+        PPO,
+        "gamma=0.99 is a discount a token: of a reward after max_completion_length=512 tokens 0.0058 of it reaches the first",
+    ),
+    "flat_critic": (
+        {**PPO, "num_generations": 4, "zero_std_groups": "drop"},
+        {"num_generations": 4, "zero_std_groups": "drop"},
+        "have advantages too, and zero_std_groups=drop leaves them out",
+    ),
 }
 
 
 def test_every_warning_is_in_the_table():
     """And no sentence is without a test."""
-    assert WARNINGS.keys() == TEXTS.keys()
+    assert list(WARNINGS) == list(TEXTS)
+
+
+def test_warnings_of_ppo():
+    """On-policy PPO: the policy term, not the loss, is near 0, and neither clip acts; off-policy none of it."""
+    first = [text.split(":")[0] for text in warnings(**PPO)]
+    assert first == [
+        "On-policy",
+        "The policy term (loss/policy) is expected to be near 0",
+        "On-policy the values are the rollout's (up to rounding), so cliprange_value cannot act and value/clip_ratio is 0.",
+    ]
+    assert warnings(**PPO, **OFF_POLICY) == []
+    bootstrap = {"mask_truncated_completions": True, "truncated_completions": "bootstrap", **OFF_POLICY}
+    assert [text.split()[0] for text in warnings(**PPO, **bootstrap)] == ["mask_truncated_completions"]
 
 
 @pytest.mark.parametrize("name", WARNINGS)
@@ -467,6 +617,41 @@ def test_same_text_as_in_python(capsys):
     assert capsys.readouterr().out == explain(make(**FULL))
 
 
+def first_lines(capsys, *arguments, count=3):
+    assert main(["explain", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()[:count]
+
+
+def test_trainer(tmp_path, capsys):
+    """grpo unless named, or where the file or the flags hold a field that only PPO has: then a line says so."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model_name_or_path: x\nnum_generations: 1\ncritic: shared\nbeta: 0.1\n")
+    config = ["--config", str(file)]
+    grpo, ppo = "  loss = policy", "  loss = policy + 0.1 value"
+    assert first_lines(capsys, count=2) == ["The loss", grpo]
+    assert first_lines(capsys, "--trainer", "ppo", count=2) == ["The loss", ppo]
+    assert first_lines(capsys, "--gae-lambda=0.9", "--vf_coef", "0.1") == [
+        "trainer: ppo, for only PPO has gae_lambda, vf_coef", "The loss", ppo
+    ]  # fmt: skip
+    with_kl = ["not part of the loss: model_name_or_path", "The loss", "  loss = policy + 0.1 KL + 0.1 value"]
+    assert first_lines(capsys, *config, "--gamma", "1", count=4) == ["trainer: ppo, for only PPO has critic, gamma", *with_kl]
+    assert first_lines(capsys, *config, "--trainer=ppo") == with_kl
+    assert first_lines(capsys, *config, "--trainer=grpo", "--num_generations", "2") == [
+        "not part of the loss: model_name_or_path, critic", "The loss", "  loss = policy + 0.1 KL"
+    ]  # fmt: skip
+
+
+def test_misspelt_ppo_keys_of_a_file(tmp_path, capsys):
+    """Asked about also where nothing else tells that PPO is meant."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("critik: shared\nvf_coeff: 0.1\n")
+    assert first_lines(capsys, "--config", str(file)) == [
+        "not part of the loss: critik, vf_coeff",
+        "warning: critik is not a field of the loss, did you mean critic?",
+        "warning: vf_coeff is not a field of the loss, did you mean vf_coef?",
+    ]
+
+
 def test_command_line_over_the_file(recipe, capsys):
     assert main(["explain", f"--config={recipe}", "--epsilon", "0.5", "--beta", "0"]) == 0
     out = capsys.readouterr().out
@@ -511,6 +696,10 @@ def test_misspelt_keys_of_a_file(tmp_path, capsys):
         (["explain", "--kl_placement", "lss"], "kl_placement='lss' is not known. Did you mean 'loss'?"),
         (["explain", "--kl_target", "0.1"], "kl_target=0.1: nothing reads it."),
         (["explain", "--advantage_estimator", "gae"], "advantage_estimator (gae) reads old_values (B, T)"),
+        (["explain", "--trainer", "pppo"], "trainer='pppo' is not known. Did you mean 'ppo'? Allowed: grpo, ppo."),
+        (["explain", "--trainer=grpo", "--vf-coef", "1"], "--vf_coef is a field of PPO alone: it needs --trainer ppo."),
+        (["explain", "--vf_coeff", "1"], "--vf_coeff is not known. Did you mean --vf_coef?"),
+        (["explain", "--trainer", "ppo", "--advantage_estimator", "rloo"], "advantage_estimator='rloo' does not read values"),
         (["explain", "--config"], "--config needs a value after it."),
         (["explain", "--config", "no/such.yaml"], "--config=no/such.yaml: No such file or directory."),
         (["explain", "--num_processes", "0"], "--num_processes=0: it must be a whole number of at least 1."),
@@ -532,7 +721,10 @@ def test_errors(arguments, error, capsys):
         ("beta: [1", "no valid YAML"),
         ("- beta", "it must hold `field: value` lines."),
         ("", "it must hold `field: value` lines."),
-        ("beta: [1]", "a field has a value of the wrong type"),
+        ("beta: [1]", "beta=[1] is not a number."),
+        ("num_generations: [2]", "a field has a value of the wrong type"),
+        ("vf_coef: x", "argument --vf_coef/--vf-coef: invalid float value: 'x'."),
+        ("critic: sharred", "critic='sharred' is not known. Did you mean 'shared'?"),
         ("epsilon: wide", "argument --epsilon: invalid float value: 'wide'."),
         ("kl_placement: no", "kl_placement=False is not known."),
     ],
@@ -561,6 +753,8 @@ def test_help_of_explain(capsys):
     assert main(["explain", "--help"]) == 0
     out = capsys.readouterr().out
     assert "\n  --kl_target  Target of adaptive control: KL in nats a token.\n" in out
+    assert "\nFields of PPO (--trainer ppo):\n  --num_generations  Completions a prompt, from 1.\n" in out
+    assert out.count("\n  --vf_coef  ") == out.count("\n  --kl_target  ") == 1
     assert "\n  --per_device_train_batch_size" not in out
     assert (
         "\n  ppo_clip  -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (PPO, arXiv 1707.06347); options clip_objective,"

@@ -15,6 +15,7 @@ from .functional.policy import log_ratio
 from .registry import ALWAYS, TENSORS
 
 ROW_BROADCAST = {"advantages", "rollout_weights"}  # may be (B, 1)
+OPTIONAL = {"old_logps", "rollout_weights", "token_weights", "selected_tokens"}  # None has a meaning of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class LossBatch:
         group_ids: (B,) integers, one id a prompt.
         kl_mask: (B, 1) or (B, T) bool, where the KL term acts; None: everywhere.
         entropy_mask: (B, T) bool, the high-entropy tokens, when they were selected over more than this batch.
+        selected_tokens: (B, T) bool, the tokens that clip_cov or kl_cov treat apart, chosen over the whole optimizer step by the
+            objective's `select` (see `registry.Entry`); None: this batch is the whole step, and they are chosen from it.
     """
 
     logps: Tensor
@@ -51,6 +54,7 @@ class LossBatch:
     group_ids: Tensor | None = None
     kl_mask: Tensor | None = None
     entropy_mask: Tensor | None = None
+    selected_tokens: Tensor | None = None
 
     def validate(self, required: Iterable[str] = ()) -> None:
         """
@@ -65,7 +69,7 @@ class LossBatch:
             raise LossPlusError(f"logps has shape {tuple(self.logps.shape)}; it must be (B, T).")
         rows, length = self.logps.shape
         for name in sorted(required):
-            if getattr(self, name) is None and name not in {"old_logps", "rollout_weights", "token_weights"}:
+            if getattr(self, name) is None and name not in OPTIONAL:
                 raise LossPlusError(f"the loss reads {name} {TENSORS[name][0]}, made by {TENSORS[name][1]}; it is None.")
         for item in fields(self):
             tensor = getattr(self, item.name)
@@ -105,6 +109,11 @@ class LossBatch:
         if self.old_logps is None:
             filled["old_logps"] = filled["logps"].detach()
         return replace(self, **filled)
+
+    def detached(self) -> LossBatch:
+        """The same tensors without gradient; nothing is copied."""
+        given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: tensor.detach() for name, tensor in given.items() if tensor is not None})
 
     def log_ratio(self, clamp: float = 20.0) -> Tensor:
         """log pi / pi_old of each token, bounded to [-clamp, clamp]: (B, T), connected to `logps`."""

@@ -135,7 +135,7 @@ def choose_trainer(named: str | None, keys: Iterable[str], words: Iterable[str],
     only = set(field_names(classes["ppo"])) - set(field_names(classes["grpo"]))
     flags = [_flag_name(word) for word in words if word.startswith("--")]
     if named == "grpo":
-        for name in only.intersection(flags):
+        for name in (name for name in flags if name in only):
             raise LossPlusError(f"--{name} is a field of PPO alone: it needs --trainer ppo.")
     given = [name for name in dict.fromkeys([*keys, *flags]) if name in only]
     if named is None and given:
@@ -143,9 +143,12 @@ def choose_trainer(named: str | None, keys: Iterable[str], words: Iterable[str],
     return named or ("ppo" if given else "grpo")
 
 
-def left_aside(keys: Iterable[str], fields: Sequence[str]) -> list[str]:
+def left_aside(keys: Iterable[str], fields: Sequence[str], all_fields: Sequence[str]) -> list[str]:
     """
     What is said about the keys of a recipe that are no configuration fields.
+
+    Args:
+        keys: of the recipe. fields: of the configuration that is read. all_fields: those of any, which may be misspelt.
 
     Returns:
         No line where there are none; else one that lists them, and one for each that looks like a misspelt field. The fields of
@@ -154,13 +157,14 @@ def left_aside(keys: Iterable[str], fields: Sequence[str]) -> list[str]:
     from trl import ModelConfig, ScriptArguments
 
     other = [str(key) for key in keys if key not in fields]
-    known = {"env", *(item.name for kind in (ScriptArguments, ModelConfig) for item in dataclasses.fields(kind))}
+    known = {"env", *all_fields, *(item.name for kind in (ScriptArguments, ModelConfig) for item in dataclasses.fields(kind))}
     families = {name.split("_")[0] for name in fields if name.startswith(("kl_", "clip_", "advantage_", "loss_", "policy_"))}
     lines = [f"not part of the loss: {', '.join(other)}"] if other else []
     for key in other:
         cutoff = 0.6 if key.split("_")[0] in families else 0.75
-        close = [] if key in known else difflib.get_close_matches(key, fields, n=1, cutoff=cutoff)
-        lines += [f"warning: {key} is not a field of the loss, did you mean {name}?" for name in close]
+        close = [name for names in (fields, all_fields) for name in difflib.get_close_matches(key, names, n=1, cutoff=cutoff)]
+        if close and key not in known:
+            lines.append(f"warning: {key} is not a field of the loss, did you mean {close[0]}?")
     return lines
 
 
@@ -189,11 +193,12 @@ def parse_config(arguments: Sequence[str], say: Callable[[str], object]) -> GRPO
     kind = explaining_config(config_classes()[trainer], int(processes))
     parser: Any = TrlParser([kind], add_help=False)  # type: ignore[list-item]
     parser.error = _refuse
-    for line in left_aside(keys, field_names(kind)):
+    all_fields = field_names(config_classes()["ppo"])
+    for line in left_aside(keys, field_names(kind), all_fields):
         say(line)
     unknown = parser.parse_known_args(rest)[1]
     if unknown:
-        raise unknown_flag(unknown[0], field_names(config_classes()["ppo"]))
+        raise unknown_flag(unknown[0], all_fields)
     file = ["--config", path] if path else []
     try:
         return parser.parse_args_and_config([*file, *rest], return_remaining_strings=True)[0]

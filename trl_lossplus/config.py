@@ -17,6 +17,7 @@ TRL_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": CORRECTION_MODES,
 }
+OUR_CHOICES = {"probes": ("off", "summary", "full"), "nonfinite_policy": ("raise", "skip")}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -92,15 +93,34 @@ class GRPOPlusConfig(GRPOConfig):
         "keep",
     )
 
+    probes: str = option(
+        "What is measured of each optimizer step beside the terms and clip fractions: off, summary (extremes and medians of log "
+        "ratio, ratio, advantage and each term, shares of loss and gradient), full (seven quantiles of each).",
+        "summary",
+    )
+    nonfinite_policy: str = option(
+        "A NaN or infinity in what the loss reads or gives: raise (stop before the optimizer step, naming it), or skip (drop the "
+        "step on every process, and stop after nonfinite_max_skips in a row).",
+        "raise",
+    )
+    nonfinite_max_skips: int = option("nonfinite_policy=skip: how many steps in a row may be dropped.", 3)
+
     default_estimator = "grpo"
     not_supplied = frozenset({"values", "old_values", "returns", "token_weights"})
 
     def __post_init__(self) -> None:
         if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
             raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
-        for name, allowed in TRL_CHOICES.items():
+        for name, allowed in (TRL_CHOICES | OUR_CHOICES).items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
+        if self.nonfinite_max_skips < 1:
+            raise LossPlusError(f"nonfinite_max_skips={self.nonfinite_max_skips} is out of range: it must be >= 1.")
+        if self.nonfinite_policy == "skip" and (self.deepspeed or self.fp16):
+            raise LossPlusError(
+                "nonfinite_policy='skip': DeepSpeed and fp16 take or drop their optimizer steps themselves. Set it to raise, or train "
+                "with bf16 and DDP or FSDP."
+            )
         if self.num_iterations < 1:
             raise LossPlusError(f"num_iterations={self.num_iterations} is out of range: it must be >= 1.")
         spec = self.loss_spec()

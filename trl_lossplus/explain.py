@@ -9,7 +9,7 @@ from .config import GRPOPlusConfig
 from .explain_warnings import Facts, warnings
 from .functional.aggregation import AGGREGATIONS
 from .ppo_config import PPOPlusConfig
-from .registry import ADVANTAGE_ESTIMATORS, TENSORS
+from .registry import TENSORS
 
 KL_FORMULAS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) + d - 1", "abs": "|d|"}
 CRITICS = {
@@ -242,10 +242,9 @@ class _Explanation(Facts):
 
     def tensors(self) -> list[str]:
         spec, config, readers = self.spec, self.config, self.spec.readers()
-        own = self.estimator.requires if self.estimator.name in ADVANTAGE_ESTIMATORS.entries else ()
         by_group = ("group_ids",) if spec.advantage_norm_scope == "group" else ()
         more: list[tuple[bool, str, tuple[str, ...]]] = [
-            (True, f"estimator ({spec.advantage_estimator})", ("rewards", *own)),
+            (True, f"estimator ({spec.advantage_estimator})", ("rewards", *self.estimator.requires)),
             (self.by_token, f"estimator ({spec.advantage_estimator})", ("mask",)),
             (spec.whiten_rewards, "reward whitening", ("rewards", "mask")),
             (spec.advantage_normalization != "none", "normalization", ("advantages", "mask", *by_group)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -42,14 +42,17 @@ class LossOutput:
     What `compute_loss` returns.
 
     loss: scalar for backward. terms: scalars with their coefficients in them, which sum to `loss`.
-    per_token: detached (B, T) tensors: policy, log_ratio (raw), ratio (bounded), and kl and entropy where they were read.
-    statistics: by metric name.
+    per_token: detached (B, T) tensors: policy, log_ratio (raw), ratio (bounded), and kl, entropy and value where they were read.
+    statistics: by metric name. inputs: the cleaned batch, without gradient. sources: the log-probs as each term reads them, connected;
+        a hook on one sees that term's gradient in the backward pass, at no cost.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
     per_token: dict[str, Tensor]
     statistics: dict[str, Statistic] = field(default_factory=dict)
+    inputs: LossBatch | None = None
+    sources: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def stats(self) -> dict[str, Tensor]:
@@ -58,7 +61,7 @@ class LossOutput:
 
     def with_term(self, name: str, value: Tensor) -> LossOutput:
         """The output with one more term (its coefficient in it)."""
-        return LossOutput(self.loss + value, {**self.terms, name: value}, self.per_token, self.statistics)
+        return replace(self, loss=self.loss + value, terms={**self.terms, name: value})
 
 
 def pool(name: str, x: Tensor, mask: Tensor) -> Statistic:
@@ -175,7 +178,8 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
     def reduce(per_token: Tensor, where: Tensor) -> Tensor:
         return aggregate(spec.loss_aggregation, per_token, where, window, norm_length=spec.norm_length, group_ids=batch.group_ids)
 
-    term = _policy(batch, spec)
+    sources = {"policy": batch.logps.view_as(batch.logps)}
+    term = _policy(replace(batch, logps=sources["policy"]), spec)
     policy = _weighted(term.per_token, batch, spec, entropy_mask)
     terms = {"policy": reduce(policy, mask)}
     log_ratio = batch.log_ratio(math.inf).detach()
@@ -183,11 +187,13 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
     per_token = {"policy": select(policy.detach(), mask), "log_ratio": log_ratio, "ratio": ratio}
     statistics = {name: pool(name, x, mask) for name, x in term.stats.items()}
     if spec.kl_in_loss:
-        kl = _kl(batch, spec)
+        sources["kl"] = batch.logps.view_as(batch.logps)
+        kl = _kl(replace(batch, logps=sources["kl"]), spec)
         acting = kl if batch.kl_mask is None else torch.where(batch.kl_mask, kl, torch.zeros_like(kl))
         terms["kl"] = spec.beta * reduce(acting, mask)
         per_token["kl"] = kl.detach()
         statistics["kl"] = pool("kl", kl, mask)
+        statistics["kl_penalty"] = Statistic("mean", spec.beta * masked_sum(kl.detach(), mask), mask.any(-1).sum())
     if batch.entropies is not None:
         per_token["entropy"] = batch.entropies.detach()
         statistics["entropy"] = pool("entropy", batch.entropies, mask)
@@ -203,4 +209,5 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
         terms["value"] = spec.vf_coef * reduce(error, mask)
         per_token["value"] = error.detach()
         statistics.update(value_statistics(values.detach(), returns, clipped, mask))
-    return LossOutput(torch.stack(list(terms.values())).sum(), terms, per_token, statistics)
+    total = torch.stack(list(terms.values())).sum()
+    return LossOutput(total, terms, per_token, statistics, batch.detached(), sources)

@@ -69,7 +69,7 @@ class PPOPlusConfig(GRPOPlusConfig):
             raise LossPlusError(f"vf_coef={self.vf_coef}: PPO trains its critic, so it must be > 0.")
         for name in ("critic_warmup_steps", "critic_learning_rate", "missing_eos_penalty"):
             value = getattr(self, name)
-            if value is not None and value < 0:
+            if value is not None and not value >= 0:
                 raise LossPlusError(f"{name}={value} is out of range: it must be >= 0.")
         if self.critic_lr_scheduler_type is not None:
             names = [item.value for item in SchedulerType]
@@ -110,8 +110,22 @@ class PPOPlusConfig(GRPOPlusConfig):
 
     def _check_reads(self, spec: LossSpec) -> None:
         super()._check_reads(spec)
-        if "old_values" not in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).requires:
+        entry = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator)
+        unread = {
+            "gamma": self.gamma != 1.0,
+            "gae_lambda": self.gae_lambda != 0.95,
+            "gae_lambda_critic": self.gae_lambda_critic is not None,
+            "bootstrap": self.truncated_completions == "bootstrap",
+        }
+        for name, is_set in unread.items():
+            if is_set and name not in entry.options:
+                field = "truncated_completions" if name == "bootstrap" else name
+                raise LossPlusError(
+                    f"{field}={getattr(self, field)!r}: advantage_estimator {entry.name!r} does not read it ({name} is not among its "
+                    "options). Remove it, or take gae."
+                )
+        if "old_values" not in entry.requires or "token_level" not in entry.traits:
             raise LossPlusError(
-                f"advantage_estimator={spec.advantage_estimator!r} does not read values, so the critic would be trained for "
+                f"advantage_estimator={spec.advantage_estimator!r} does not read values token by token, so the critic would be trained for "
                 "nothing. Take gae, or GRPOPlusTrainer."
             )

@@ -32,13 +32,32 @@ TENSORS: dict[str, tuple[str, str]] = {
     "rollout_weights": ("(B, T) or (B, 1)", "sampler and policy log-probs, at the rollout"),
     "rollout_logps": ("(B, T)", "the sampler (vLLM or rollout_func), at the rollout"),
     "group_ids": ("(B,) integers", "the rollout: one id a prompt"),
+    "selected_tokens": ("(B, T) bool", "the objective's own choice over the optimizer step, when the rollout is cut"),
+    "lengths": ("(B,) integers", "the rollout: valid tokens of each completion"),
+    "reward_baselines": ("(B,)", "the reward functions, on one greedy completion a prompt"),
+    "sum_pi_squared": ("(B, T)", "the policy's forward pass at the rollout: sum of the squared probabilities"),
 }
 ALWAYS = frozenset({"logps", "mask"})
+TRAITS: dict[str, str] = {
+    "sequence_level": "objective: one importance ratio a row",
+    "reads_rollout_weights": "objective: rollout weights are its own matter and are not multiplied in afterwards",
+    "no_options": "objective: reads no setting, so that setting one is an error (an empty `options` alone says nothing)",
+    "regularized": "objective: part of it does not have the advantage as a factor, so it acts where the advantage is 0",
+    "whole_groups": "objective: compares the rows of a prompt, so every micro-batch must hold whole groups",
+    "gradient_at_one": "objective: at ratio 1 the gradient is not -A a token; its docstring says what it is",
+    "constant_over_sequence": "estimator: one value a row; called as func(rewards (B,), group_ids, **tensors, **options)",
+    "token_level": "estimator: called as func(rewards (B, T), [values,] mask, **tensors, **options)",
+    "reads_reward_columns": "estimator: rewards are (B, K), one column a reward function",
+    "whitened": "estimator: its source whitens the result over the rollout's tokens (advantage_normalization: rollout)",
+}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered function. `options` are the spec or keyword fields that it reads beside its tensors."""
+    """
+    One registered function. `options` are the spec or keyword fields that it reads beside its tensors; `optional` the tensors that
+    it reads where there are any; `select` chooses tokens over a whole optimizer step: (logps, advantages, mask, spec) -> (B, T) bool.
+    """
 
     name: str
     func: Callable[..., Any]
@@ -48,6 +67,8 @@ class Entry:
     options: frozenset[str] = frozenset()
     traits: frozenset[str] = frozenset()
     aggregation: str = "token_mean"
+    optional: frozenset[str] = frozenset()
+    select: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -68,6 +89,8 @@ class Registry:
         options: Iterable[str] = (),
         traits: Iterable[str] = (),
         aggregation: str = "token_mean",
+        optional: Iterable[str] = (),
+        select: Callable[..., Any] | None = None,
         replace: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """
@@ -77,23 +100,25 @@ class Registry:
             requires: names of the tensors that it reads (see `TENSORS`); reading another is an error.
             formula, source: shown by `trl-lossplus explain`.
             options: the configuration fields that it reads.
-            traits: marks that the loss acts on: `sequence_level` (one ratio a row), `reads_rollout_weights` (they are not
-                multiplied in afterwards), `constant_over_sequence` (an estimator that gives every token of a row one value).
+            traits: marks that others act on; see `TRAITS`.
             aggregation: the loss_aggregation that the objective's source prescribes, taken where the user names none.
+            optional: names of tensors that an estimator takes where they are given.
+            select: see `Entry`; the objective then reads `selected_tokens`.
             replace: allow a name that is taken.
 
         Raises:
             LossPlusError: the name is taken, or a required tensor is not known.
         """
-        needs = frozenset(requires)
-        for tensor in sorted(needs - TENSORS.keys()):
+        needs, extra = frozenset(requires), frozenset(optional)
+        for tensor in sorted((needs | extra) - TENSORS.keys()):
             raise unknown_name(f"{self.kind} {name!r}: requires", tensor, TENSORS)
         if name in self.entries and not replace:
             raise LossPlusError(f"{self.kind} {name!r} is registered already. Take another name, or pass replace=True.")
 
         def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
             text = formula or (func.__doc__ or "").strip()
-            self.entries[name] = Entry(name, func, needs, text, source, frozenset(options), frozenset(traits), aggregation)
+            marks = (frozenset(options), frozenset(traits), aggregation, extra, select)
+            self.entries[name] = Entry(name, func, needs, text, source, *marks)
             return func
 
         return decorate
@@ -151,4 +176,4 @@ register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
 
 
 def _load_builtins() -> None:
-    from . import estimators, objectives  # noqa: F401  (importing them registers ours)
+    from . import estimators, objectives, objectives_more  # noqa: F401  (importing them registers ours)

@@ -98,7 +98,7 @@ def _kl_placement(args: GRPOPlusConfig) -> str:
 
 def _reward_level(args: GRPOPlusConfig) -> str:
     """Token by token where the estimator works so, else by completion."""
-    name = args.advantage_estimator or args.default_estimator
+    name = args.default_estimator if args.advantage_estimator is None else args.advantage_estimator
     by_token = "token_level" in ADVANTAGE_ESTIMATORS.get(name).traits
     default = "token" if by_token else "sequence"
     return default if args.kl_reward_level is None else args.kl_reward_level
@@ -169,7 +169,7 @@ def unread_settings(args: GRPOPlusConfig, spec: LossSpec) -> dict[str, Any]:
 def resolve_advantages(args: GRPOPlusConfig) -> dict[str, Any]:
     """Estimator, scaling and whitening. Raises LossPlusError for contradictions, among them normalizing twice."""
     by_column = args.multi_objective_aggregation == "normalize_then_sum"
-    name = args.advantage_estimator or ("gdpo" if by_column else args.default_estimator)
+    name = ("gdpo" if by_column else args.default_estimator) if args.advantage_estimator is None else args.advantage_estimator
     entry = ADVANTAGE_ESTIMATORS.get(name)
     if by_column and "reads_reward_columns" not in entry.traits:
         raise LossPlusError(

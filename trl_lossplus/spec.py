@@ -132,7 +132,7 @@ class LossSpec:
         }
         for name, (low, high, words) in bounds.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is not None and not (low <= value <= high and value < float("inf")):
                 raise LossPlusError(f"{name}={value} is out of range: it must be {words}.")
         for name in (
             "sapo_temperature_pos",

@@ -61,14 +61,17 @@ def test_d3_a_kl_that_is_not_finite_is_refused(kl):
     assert controller.coef == 0.1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a rollout of more than 5 horizons turns the coefficient negative: the KL is then pushed up"
-)
-def test_d3_coefficient_stays_positive():
-    """KL 0 with n=6 horizons: the factor 1 - .2 * 6 is negative; the coefficient must stay > 0."""
+@pytest.mark.parametrize("rows", [5000, 6000, 10**6])
+def test_d3_coefficient_stays_positive(rows):
+    """KL 0, n of 5 horizons or more: the factor 1 - .2 n / horizon is <= 0 -> an error with the least horizon, .1 stays."""
     controller = AdaptiveKLController(0.1, 0.1, 1000)
-    controller.update(0.0, 6000)
-    assert controller.coef > 0
+    with pytest.raises(LossPlusError, match=f"kl_horizon=1000.0 is too short for {rows} rows.*more than {rows * 0.2:g};"):
+        controller.update(0.0, rows)
+    assert controller.coef == 0.1
+    controller.update(0.0, 4999)
+    assert controller.coef == pytest.approx(0.1 * 0.0002, rel=1e-9)
+    controller.update(1.0, rows)  # upwards nothing is too far
+    assert controller.coef == pytest.approx(0.1 * 0.0002 * (1 + 0.2 * rows / 1000), rel=1e-9)
 
 
 def test_fixed_coefficient_stays():
@@ -78,5 +81,5 @@ def test_fixed_coefficient_stays():
     assert controller.coef == 0.04
     controller.load_state_dict(json.loads(json.dumps(FixedKLController(0.0).state_dict())))
     assert controller.coef == 0.0
-    with pytest.raises(LossPlusError, match="must be >= 0"):
+    with pytest.raises(LossPlusError, match="finite number >= 0"):
         FixedKLController(-0.1)

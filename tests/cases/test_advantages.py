@@ -5,6 +5,7 @@ import torch
 from helpers import LENGTHS, length_mask, run
 
 from trl_lossplus import LossPlusError, LossSpec, compute_advantages
+from trl_lossplus.trainers.rollout import score_rollout
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 COMPARING = ["grpo", "rloo", "maxrl", "gdpo"]  # compare the completions of one prompt; each row one value
@@ -112,6 +113,25 @@ def test_unscored_rows_have_no_part(name):
     assert ours.advantages[1].tolist() == [0.0] * 3
     assert torch.equal(ours.advantages[~mask], torch.zeros(int((~mask).sum())))
     assert torch.equal(ours.returns, ours.advantages)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "gae"])
+def test_flat_groups_are_told_by_the_rewards_alone(estimator):
+    """
+    Groups [1,1], [1,0], [.35 x 2]: flat, not, flat, whatever is taken off for the KL; with two reward functions gdpo's group is flat
+    where both columns are, the others' where their sum is.
+    """
+    spec = LossSpec(advantage_estimator=estimator)
+    penalty = torch.tensor([0.3, 0.1, 1.0, 0.0, 0.2, 0.1])
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.35, 0.35])[:, None]
+    for off in (None, penalty):
+        if off is None or estimator != "gdpo":
+            scored = score_rollout(spec, {}, rewards, torch.ones(1), 2, off)
+            assert scored.flat.tolist() == [True, True, False, False, True, True]
+            assert scored.rewards.tolist() == pytest.approx((rewards[:, 0] - (0 if off is None else off)).tolist())
+    two = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.5], [1.0, 0.5]])
+    flat = score_rollout(spec, {}, two, torch.ones(2), 2).flat
+    assert flat.tolist() == ([False, False, True, True] if estimator == "gdpo" else [True] * 4)
 
 
 def test_token_rewards_are_summed_over_the_mask():

@@ -100,7 +100,6 @@ def test_entropy_bonus_gradient_and_none_without_coefficient():
     assert torch.autograd.grad(out.loss, entropies, allow_unused=True)[0] is None
 
 
-@pytest.mark.xfail(strict=True, reason="an entropy_mask that is True at masked positions dilutes the entropy bonus")
 def test_entropy_mask_is_bounded_by_the_mask():
     """Entropies 1, 3 valid, the second selected; entropy_mask also True where masked -> mean 3, not 1."""
     batch = {"logps": torch.full((1, 4), -1.0), "entropies": torch.tensor([[1.0, 3.0, 5.0, 5.0]]), "advantages": torch.zeros(1)}

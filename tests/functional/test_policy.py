@@ -1,5 +1,7 @@
 """Every registered policy objective: its gradient, its splits, its rows, its dtype, and the tensors that it may read."""
 
+import math
+
 import pytest
 import torch
 from helpers import LENGTHS, MODES, OBJECTIVES, difference, full_spec, length_mask, rows, run, step_window, tensors
@@ -185,18 +187,12 @@ def test_advantages_of_a_row_are_those_of_its_tokens(name):
         assert difference(gradient, results[0][1]) < 1e-6
 
 
-@pytest.mark.xfail(
-    strict=True, reason="integer (B,) advantages are not made (B, 1): with B = T they act along the tokens, silently"
-)
 def test_integer_advantages():
     """[1, -1] as integers, 2 x 2 tokens, ratio 1 -> rows of -1 and +1, as with floats."""
     batch = {"logps": torch.full((2, 2), -1.0), "advantages": torch.tensor([1, -1]), "mask": torch.ones(2, 2, dtype=torch.bool)}
     assert run(batch, LossSpec())[0].per_token["policy"].tolist() == [[-1.0, -1.0], [1.0, 1.0]]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="token log ratios are bounded before the row's mean is taken; TRL, verl and OpenRLHF do not"
-)
 @pytest.mark.parametrize(
     ("name", "pair", "loss"),
     [
@@ -213,12 +209,32 @@ def test_sequence_ratio_of_a_row_with_far_tokens(name, pair, loss):
     assert out.loss.item() == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="per_token['log_ratio'] and ['ratio'] are bounded by log_ratio_clamp; L3 wants them raw")
 def test_reported_log_ratios_are_raw():
-    """Log-ratios 31 and -40 are reported as such, before any bound (case L3)."""
+    """Log-ratios 31 and -40 are reported as such, before any bound (case L3); their ratios are those of +-20, and finite."""
     batch = {"logps": torch.tensor([[30.0, -41.0]]), "old_logps": torch.full((1, 2), -1.0), "advantages": torch.ones(1)}
     out, _ = run(batch | {"mask": torch.ones(1, 2, dtype=torch.bool)}, LossSpec())
     assert out.per_token["log_ratio"].tolist() == [[31.0, -40.0]]
+    assert out.per_token["ratio"][0].tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_reported_losses_are_zero_at_masked_positions(name):
+    """per_token['policy'] is 0 where the mask is not, also for losses of one value a row, and sums to the loss elsewhere."""
+    out, _ = run(tensors(13), LossSpec(policy_loss=name, loss_aggregation="token_sum"))
+    reported = out.per_token["policy"]
+    assert reported.shape == MASK.shape
+    assert torch.equal(reported[~MASK], torch.zeros(int((~MASK).sum())))
+    assert difference(reported.sum(), out.loss) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["validate", "clean", "logprobs", "mask_", "_batch_"])
+def test_a_users_loss_sees_tensors_and_ratios_alone(name):
+    """Anything but a tensor of a batch, log_ratio() and ratio() is an AttributeError, as on any object."""
+    view = DeclaredView(LossBatch(**tensors()).clean(), "my_loss", frozenset({"old_logps"}))
+    with pytest.raises(AttributeError, match=f"log_ratio\\(\\) and ratio\\(\\), not '{name}'"):
+        getattr(view, name)
+    assert not hasattr(view, name)
+    assert torch.equal(view.ratio(), LossBatch(**tensors()).clean().ratio())
 
 
 # --- what an objective may read

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer
 from trl_lossplus.diagnostics.probes import StepStatistics
 from trl_lossplus.kl_control import FixedKLController
+from trl_lossplus.trainers.step_guard import StepGuard
 
 BASE = {"use_cpu": True, "bf16": False, "report_to": "none", "max_completion_length": 16, "num_generations": 4}
 B, T = 8, 6
@@ -97,7 +98,11 @@ def plus_trainer(fields, mode="train", accelerator=None):
     trainer.spec = args.loss_spec()
     trainer.kl_controller = FixedKLController(trainer.spec.beta)
     trainer._kl_factor = 1.0
-    trainer._statistics = {"train": StepStatistics(), "eval": StepStatistics()}
+    trainer._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
+    trainer._guard = StepGuard("raise", 1)
+    trainer.state = SimpleNamespace(global_step=0)
+    trainer._step = 0
+    trainer.num_iterations = args.num_iterations
     trainer._trims_left = True
     if accelerator is not None:
         trainer.accelerator = accelerator
@@ -113,6 +118,8 @@ def plus_loss(fields, micro_batches, mode="train"):
     for i, inputs in enumerate(cut):
         trainer.accelerator.sync_gradients = (i + 1) % trainer.args.gradient_accumulation_steps == 0
         losses.append(trainer.micro_loss(None, inputs))
+        if mode == "train" and trainer.accelerator.sync_gradients:
+            trainer.end_step()
     return losses, trainer._metrics[mode]
 
 
@@ -134,6 +141,7 @@ def rollout(seed=0, rows=B, width=T, lengths=None, old=True, ref=True, tool=Fals
         "group_ids": torch.arange(rows) // 4,
         "flat": torch.zeros(rows, dtype=torch.bool),
         "scored": torch.ones(rows, dtype=torch.bool),
+        "ended": torch.zeros(rows, dtype=torch.bool),
         "num_items_in_batch": mask.sum(),
     }
     if old:

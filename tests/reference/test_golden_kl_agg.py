@@ -39,7 +39,7 @@ def kl_formula(name: str, lp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
     return value.detach() + d**2 / 2 - (d**2 / 2).detach() if name.endswith("+") else value
 
 
-@pytest.mark.parametrize("case", params(r"kl/.*", {}))
+@pytest.mark.parametrize("case", params(r"kl/.*"))
 def test_kl(case):
     batch, name = BATCHES[case["batch"]], case["oracle"][3:]
     if case["error"]:  # kl/full
@@ -56,7 +56,7 @@ def test_kl(case):
     assert torch.isfinite(ours["grad"]).all()
 
 
-@pytest.mark.parametrize("case", params("openrlhf/approx_kl", {}))
+@pytest.mark.parametrize("case", params("openrlhf/approx_kl"))
 def test_approx_kl(case):
     batch, cfg = BATCHES[case["batch"]], case["cfg"]
     name = cfg["kl_estimator"] + "+" * cfg["unbiased_gradient"]
@@ -90,7 +90,7 @@ def check_aggregate(case: dict, mode: str, norm: float | None) -> None:
     settle(case, ours, formula, case["out"] | {"grad": case["grad"]["loss_mat"]})
 
 
-@pytest.mark.parametrize("case", params(r"agg/.*", {}))
+@pytest.mark.parametrize("case", params(r"agg/.*"))
 def test_aggregate(case):
     cfg = case["cfg"]
     if case["error"]:  # several processes, and no global count: ours cannot even be written down
@@ -100,12 +100,12 @@ def test_aggregate(case):
     check_aggregate(case, MODES[case["oracle"][4:]], cfg.get("loss_scale_factor"))
 
 
-@pytest.mark.parametrize("case", params("openrlhf/aggregate", {}))
+@pytest.mark.parametrize("case", params("openrlhf/aggregate"))
 def test_openrlhf_aggregate(case):
     check_aggregate(case, "token_mean" if case["cfg"].get("token_level_loss", True) else "seq_mean_token_mean", None)
 
 
-@pytest.mark.parametrize("case", params("masked_whiten", {}))
+@pytest.mark.parametrize("case", params("masked_whiten"))
 def test_whiten(case):
     """On valid tokens as the reference (ddof 1); on masked ones 0, where the reference leaves numbers."""
     batch, right = BATCHES[case["batch"]], case["out"]
@@ -123,7 +123,7 @@ def test_whiten(case):
         assert (right["whitened"][~mask] != 0).any()
 
 
-@pytest.mark.parametrize("case", params("entropy_loss", {}))
+@pytest.mark.parametrize("case", params("entropy_loss"))
 def test_entropy(case):
     batch, mode = BATCHES[case["batch"]], MODES[case["cfg"].get("loss_agg_mode", "token-mean")]
     mask, z = batch["response_mask"].bool(), leaf(batch["logits"], torch.float32)
@@ -139,7 +139,7 @@ def test_entropy(case):
 KLS = (0.01, 0.05, 0.1, 0.11, 0.5, 2.0)
 
 
-@pytest.mark.parametrize("case", params(r".*kl_controller.*", {}))
+@pytest.mark.parametrize("case", params(r".*kl_controller.*"))
 def test_kl_controller(case):
     cfg = {"kl_coef": 1e-3, "target_kl": 0.1, "horizon": 10000} | case["cfg"]
     if case["oracle"].endswith("fixed"):

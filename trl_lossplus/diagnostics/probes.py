@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..functional.masking import select
 from ..loss import LossOutput, Statistic
+from .quantiles import Sample, merge, sample, summarize
 
-Gather = Callable[[list[dict[str, tuple[str, float, float]]]], list[dict[str, tuple[str, float, float]]]]
-
+Gather = Callable[[list[Any]], list[Any]]
 _EXTREME = {"min": torch.minimum, "max": torch.maximum}
 
 
@@ -21,8 +25,11 @@ class StepStatistics:
     on the split; a name that only some ranks have is pooled over those.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, level: str = "off") -> None:
+        self.level = level
         self._pooled: dict[str, Statistic] = {}
+        self._samples: list[Sample] = []
+        self._gradients: dict[str, Tensor] = {}
 
     def add(self, statistics: Mapping[str, Statistic]) -> None:
         """Takes in one micro-batch. Waits for no device."""
@@ -44,6 +51,28 @@ class StepStatistics:
         weight = torch.full((), 1.0 / micro_batches, device=output.loss.device)
         self.add({f"loss/{name}": Statistic("mean", term.detach(), weight) for name, term in output.terms.items()})
 
+    def probe(self, output: LossOutput) -> None:
+        """
+        Takes in what `level` asks for beyond the statistics: quantiles, effective sample size, the terms' gradients.
+
+        The gradients with respect to the log-probs are seen by hooks while the backward pass goes by. Waits for no device.
+        """
+        if self.level == "off":
+            return
+        assert output.inputs is not None
+        self._samples.append(sample(output))
+        ratio, mask = output.per_token["ratio"], output.inputs.mask
+        n = mask.sum()
+        valid = select(ratio, mask)
+        self.add({"_ratio_sum": Statistic("mean", valid.sum(), n), "_ratio_square": Statistic("mean", (valid**2).sum(), n)})
+        for name, source in output.sources.items():
+            if source.requires_grad:
+                source.register_hook(partial(self._saw_gradient, name))
+
+    def _saw_gradient(self, name: str, gradient: Tensor) -> None:
+        square = (gradient.detach() ** 2).sum()
+        self._gradients[name] = self._gradients[name] + square if name in self._gradients else square
+
     def fetch(self, gather: Gather | None = None) -> dict[str, float]:
         """
         The step's values over all processes, and an empty pool for the next step.
@@ -62,10 +91,17 @@ class StepStatistics:
         else:
             rows = []
         local = {name: (self._pooled[name].kind, row[0], row[1]) for name, row in zip(names, rows, strict=True)}
-        self._pooled = {}
-        parts = [local] if gather is None else gather([local])
+        squares = {name: float(square) for name, square in self._gradients.items()}
+        quantiles = summarize(self._samples, self.level) if self.level != "off" else {}
+        self._pooled, self._samples, self._gradients = {}, [], {}
+        everyone = [(local, squares, quantiles)]
+        if gather is not None:
+            everyone = gather(everyone)
+        parts = [part for part, _, _ in everyone]
         values = {name: _pool(name, parts) for name in sorted({name for part in parts for name in part})}
-        return with_explained_variance(values)
+        if self.level != "off":
+            values |= merge([part for _, _, part in everyone], self.level) | gradient_shares([part for _, part, _ in everyone])
+        return with_loss_shares(with_sample_size(with_explained_variance(values)))
 
 
 def with_explained_variance(values: dict[str, float]) -> dict[str, float]:
@@ -83,6 +119,42 @@ def with_explained_variance(values: dict[str, float]) -> dict[str, float]:
     return values
 
 
+def with_sample_size(values: dict[str, float]) -> dict[str, float]:
+    """
+    Replaces the pooled means of the ratio and its square by `ratio/ess` = mean(r)^2 / mean(r^2).
+
+    1: every token counts alike; near 0: a few tokens carry the update. Source: Kish's effective sample size over the sample size.
+    """
+    if "_ratio_square" not in values:
+        return values
+    values = dict(values)
+    mean, square = values.pop("_ratio_sum"), values.pop("_ratio_square")
+    values["ratio/ess"] = mean**2 / square if square > 0 else float("nan")
+    return values
+
+
+def with_loss_shares(values: dict[str, float]) -> dict[str, float]:
+    """Adds `share/loss/NAME` = |term| / sum of the terms' sizes, where there is more than one term."""
+    terms = {name.removeprefix("loss/"): abs(value) for name, value in values.items() if name.startswith("loss/")}
+    total = sum(terms.values())
+    if len(terms) < 2 or not total > 0:
+        return values
+    return values | {f"share/loss/{name}": size / total for name, size in terms.items()}
+
+
+def gradient_shares(parts: list[dict[str, float]]) -> dict[str, float]:
+    """
+    `grad_logp/NAME`: norm over all processes of a term's gradient with respect to the log-probs; `share/grad/NAME`: over their sum.
+
+    Each process's gradient is of the loss times the number of processes, by which the norm is divided.
+    """
+    names = sorted({name for part in parts for name in part})
+    norms = {name: sum(part.get(name, 0.0) for part in parts) ** 0.5 / len(parts) for name in names}
+    total = sum(norms.values())
+    shares = {f"share/grad/{name}": norm / total for name, norm in norms.items()} if total > 0 else {}
+    return {f"grad_logp/{name}": norm for name, norm in norms.items()} | shares
+
+
 def _pool(name: str, parts: list[dict[str, tuple[str, float, float]]]) -> float:
     found = [part[name] for part in parts if name in part and part[name][2] > 0]
     if not found:
@@ -92,3 +164,28 @@ def _pool(name: str, parts: list[dict[str, tuple[str, float, float]]]) -> float:
         return sum(total for _, total, _ in found) / sum(weight for _, _, weight in found)
     totals = [total for _, total, _ in found]
     return min(totals) if kind == "min" else max(totals)
+
+
+def mask_statistics(loss_mask: Tensor, completion_mask: Tensor, ended: Tensor) -> dict[str, Statistic]:
+    """
+    `mask/outside_completion`: loss tokens outside of what was generated (0 unless a mask is wrong). `mask/eos_in_loss`: the share
+    of ended completions whose end token is a loss token.
+
+    Args:
+        loss_mask, completion_mask: (B, T). ended: (B,) bool.
+    """
+    outside = (loss_mask & ~completion_mask.bool()).sum().float()
+    last = (completion_mask.sum(1, keepdim=True) - 1).clamp(min=0)
+    hit = loss_mask.gather(1, last).squeeze(1) & ended
+    one = torch.ones_like(outside)
+    return {
+        "mask/outside_completion": Statistic("max", outside, one),
+        "mask/eos_in_loss": Statistic("mean", hit.sum().float(), ended.sum().float()),
+    }
+
+
+def first_pass_deviation(output: LossOutput) -> Statistic:
+    """max |ratio - 1| over valid tokens: 0, up to rounding, before the first update after a rollout."""
+    assert output.inputs is not None
+    deviation = select(output.per_token["ratio"] - 1, output.inputs.mask).abs().amax()
+    return Statistic("max", deviation, torch.ones_like(deviation))

@@ -177,7 +177,7 @@ def vespo(
     """
     floor = math.log(1e-8)
     with torch.no_grad():
-        log_w = row_sums(token_log_ratio.clamp(-20, 20), mask).unsqueeze(-1)
+        log_w = row_sums(token_log_ratio.detach().clamp(-20, 20), mask).unsqueeze(-1)
         if rollout_weights is not None:
             log_weights = torch.log(rollout_weights).clamp(floor, 20)
             log_w = log_w + (log_weights if log_weights.shape[-1] == 1 else row_sums(log_weights, mask).unsqueeze(-1))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..batch import LossBatch
 from ..config import GRPOPlusConfig
-from ..diagnostics.probes import StepStatistics
+from ..diagnostics.probes import StepStatistics, first_pass_deviation, mask_statistics
 from ..estimators import compute_advantages
 from ..functional.aggregation import Window
 from ..functional.correction import rollout_importance_weights
@@ -25,9 +25,12 @@ from ..kl_control import AdaptiveKLController, FixedKLController, KLController
 from ..loss import LossOutput, compute_loss
 from ..spec import LossSpec
 from . import minibatch, rollout
+from .callbacks import DescribeRun
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
 from .minibatch import MicroBatch
 from .normalize import whiten_together
+from .reference import ReferenceAdapter, check_trainable, lora_sync
+from .step_guard import StepGuard, loss_table
 from .trl_seam import TRLSeam
 
 logger = logging.getLogger(__name__)
@@ -66,18 +69,25 @@ class GRPOPlusTrainer(TRLSeam):
             check_rollout_size(train_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
-        super().__init__(
-            model=model,
-            reward_funcs=check_rewards(reward_funcs),
-            args=args,
-            train_dataset=train_dataset,
-            needs_reference=needs_reference,
-            scale_rewards=self.spec.scale_rewards,
-            **kwargs,
-        )
+        check_trainable(model)
+        with lora_sync(args, model, kwargs.get("peft_config"), needs_reference) as follows:
+            super().__init__(
+                model=model,
+                reward_funcs=check_rewards(reward_funcs),
+                args=args,
+                train_dataset=train_dataset,
+                needs_reference=needs_reference,
+                scale_rewards=self.spec.scale_rewards,
+                **kwargs,
+            )
+        self.reference_adapter = ReferenceAdapter(self.model) if follows else None
+        if self.reference_adapter is not None:
+            self.add_callback(self.reference_adapter)
         self.kl_controller: KLController = self._build_controller()
         self._kl_factor = 1.0  # the coefficient in use over the configured one, fixed at each rollout
-        self._statistics = {"train": StepStatistics(), "eval": StepStatistics()}
+        self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
+        self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips)
+        self.add_callback(DescribeRun(self))
         self._trims_left = has_rotary_positions(self.model)
         self._warned_of_no_signal = False
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
@@ -100,6 +110,8 @@ class GRPOPlusTrainer(TRLSeam):
 
     def load_plus_state(self, checkpoint: str) -> None:
         """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
+        if self.reference_adapter is not None:
+            self.reference_adapter.load(checkpoint)
         if self.spec.kl_controller != "adaptive":
             return
         path = Path(checkpoint, CONTROLLER_FILE)
@@ -131,6 +143,7 @@ class GRPOPlusTrainer(TRLSeam):
         rows = mask.shape[0]
         here = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         out["row"] = torch.arange(len(rewards), device=rewards.device)[here]
+        out["ended"] = self.ended(out)
         for name in ("group_ids", "scored", "flat"):
             out[name] = getattr(scored, name)[here]
         token_kl = kl if spec.kl_in_reward and spec.kl_reward_level == "token" else None
@@ -279,8 +292,36 @@ class GRPOPlusTrainer(TRLSeam):
         output = self.combine(batch, spec, window)
         if aux_loss is not None:
             output = output.with_term("aux", self.router_aux_loss_coef * aux_loss / micro_batches)
-        self._record(output, micro_batches, last=not train or self.accelerator.sync_gradients)
+        statistics = self._statistics[self.mode]
+        statistics.add(output.statistics)
+        statistics.add_terms(output, micro_batches)
+        if self.args.probes != "off":
+            statistics.probe(output)
+            statistics.add(mask_statistics(inputs["loss_mask"], inputs["completion_mask"], inputs["ended"]))
+            if train and self.in_first_pass:
+                statistics.add({"ratio/first_pass_deviation": first_pass_deviation(output)})
+        if not train:
+            self.end_step()
+            return output.loss
+        self._guard.see(output, inputs)
+        if self.accelerator.sync_gradients:
+            self._guard.decide(self.accelerator, self.state.global_step, self._gather, self.decode)
         return output.loss
+
+    @property
+    def _gather(self) -> Callable[..., Any] | None:
+        return self.gather_statistics if self.accelerator.num_processes > 1 else None
+
+    def loss_table(self, rows: int = 5) -> list[dict[str, Any]]:
+        """The rows of the last optimizer step with the largest and the smallest policy loss, prompt and completion beside them."""
+        return loss_table(self._guard, self.decode, rows)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As TRL; at the end of an optimizer step's last backward pass its statistics are fetched and logged."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self.end_step()
+        return loss
 
     def combine(self, batch: LossBatch, spec: LossSpec, window: Window) -> LossOutput:
         """The terms of the loss, put together."""
@@ -312,18 +353,17 @@ class GRPOPlusTrainer(TRLSeam):
         )
         return batch, aux_loss
 
-    def _record(self, output: LossOutput, micro_batches: int, last: bool) -> None:
-        """Adds to the optimizer step's statistics; at its end they are fetched and logged, one value a step."""
-        statistics = self._statistics[self.mode]
-        statistics.add(output.statistics)
-        statistics.add_terms(output, micro_batches)
-        if not last:
-            return
-        gather: Callable[..., Any] | None = self.gather_statistics if self.accelerator.num_processes > 1 else None
-        values = statistics.fetch(gather)
+    def end_step(self) -> None:
+        """Fetches the optimizer step's statistics, in one collective, and logs one value of each; drops the step if so decided."""
+        values = self._statistics[self.mode].fetch(self._gather)
+        train = self.mode == "train"
+        if train and self._guard.close():
+            self.model.zero_grad(set_to_none=True)  # an optimizer leaves parameters without a gradient as they are
+        if train and self.args.nonfinite_policy == "skip":
+            values["skipped_steps"] = float(self._guard.skipped)
         if self.entropy_bonus_enabled:
             values["policy_loss"] = values["loss/policy"] + values.get("loss/kl", 0.0)  # TRL's name for the two together
-            if self.mode == "train":
+            if train:
                 if self.use_adaptive_entropy:
                     self.update_entropy_control(values.get("entropy_selected", values["entropy"]))
                 values["entropy_coef"] = self.entropy_coef

@@ -57,7 +57,9 @@ class PPOPlusTrainer(GRPOPlusTrainer):
 
     def _refuse_vision(self) -> None:
         if self._is_vlm:
-            raise LossPlusError("PPO on a vision-language model is not supported: the critic reads tokens only. Take GRPOPlusTrainer.")
+            raise LossPlusError(
+                "PPO on a vision-language model is not supported: the critic reads tokens only. Take GRPOPlusTrainer."
+            )
 
     def _build_critic(self, model: str | PreTrainedModel) -> Critic:
         args = self.args
@@ -84,14 +86,13 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         values = values_at_tokens(torch.cat(parts), out["prompt_ids"].shape[1])
         out["old_values"] = values[:, :-1]
         out["next_values"] = values.gather(1, out["completion_mask"].sum(1, keepdim=True)).squeeze(1)
-        out["ended"] = self.ended(out)
         return super().make_rollout(out, rewards)
 
     def reward_penalty(self, out: MicroBatch, penalty: Tensor | None) -> Tensor | None:
         """Also takes `missing_eos_penalty` off completions that did not end."""
         if not self.args.missing_eos_penalty:
             return penalty
-        missing = self.accelerator.gather(~out["ended"]).float() * self.args.missing_eos_penalty
+        missing = self.accelerator.gather(~self.ended(out)).float() * self.args.missing_eos_penalty
         return missing if penalty is None else penalty + missing
 
     def token_advantages(self, out: MicroBatch, rewards: Tensor, mask: Tensor, **options: Any) -> None:
@@ -126,7 +127,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
             return output
         nothing = select(batch.logps, torch.zeros_like(batch.mask)).sum()
         value = output.terms["value"]
-        return LossOutput(value + nothing, {"value": value}, output.per_token, output.statistics)
+        return replace(output, loss=value + nothing, terms={"value": value}, sources={})
 
     # Optimizer and scheduler.
 

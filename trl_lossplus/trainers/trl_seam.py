@@ -188,6 +188,11 @@ class TRLSeam(GRPOTrainer):
         """train or eval."""
         return "train" if self.model.training else "eval"
 
+    @property
+    def in_first_pass(self) -> bool:
+        """Whether this micro-batch is of the first optimizer step after a rollout, which has changed no weights yet."""
+        return self._step % (self.args.steps_per_generation * self.num_iterations) < self.args.gradient_accumulation_steps
+
     def log_value(self, name: str, value: float) -> None:
         """One value of a metric; TRL logs the mean of those since the last log."""
         self._metrics[self.mode][name].append(value)
@@ -250,6 +255,10 @@ class TRLSeam(GRPOTrainer):
         """As TRL evaluates log-probs at the rollout: without gradient, and without checkpointing."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             yield
+
+    def decode(self, ids: Tensor) -> str:
+        """Text of token ids (n,), special tokens left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def ended(self, rollout: MicroBatch) -> Tensor:
         """Whether each completion ends with an end token: (B,) bool. One that TRL masked as truncated does not."""

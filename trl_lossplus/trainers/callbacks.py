@@ -1,0 +1,48 @@
+"""Callbacks of ours: what describes a run on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import torch
+import transformers
+import trl
+from transformers import TrainerCallback
+
+from .. import __version__
+
+if TYPE_CHECKING:
+    from .grpo import GRPOPlusTrainer
+
+DESCRIPTION = "lossplus.json"
+
+
+class DescribeRun(TrainerCallback):
+    """Writes `lossplus.json` into the output folder when training starts: the loss, the settings that changed, the versions."""
+
+    def __init__(self, trainer: GRPOPlusTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not args.should_save:
+            return
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            name: value for name, value in args.to_dict().items() if isinstance(value, str | int | float | bool | list | None)
+        }
+        versions = {"trl_lossplus": __version__, "trl": trl.__version__, "transformers": transformers.__version__}
+        versions |= {"accelerate": accelerate.__version__, "torch": torch.__version__}
+        description = {
+            "spec": asdict(self.trainer.spec),
+            "config": config,
+            "versions": versions,
+            "processes": self.trainer.accelerator.num_processes,
+            "optimizer_steps_per_rollout": args.optimizer_steps_per_rollout,
+            "is_on_policy": args.is_on_policy,
+        }
+        (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))

@@ -1,0 +1,115 @@
+"""Keeps an optimizer step's micro-batches until it is known that all of them are finite, on every process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ..diagnostics.guards import NonFiniteError, agree, bad_flags, first_bad
+from ..loss import LossOutput
+from .minibatch import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+class StepGuard:
+    """
+    Stops or drops an optimizer step in which something is not finite.
+
+    Args:
+        policy: raise or skip. max_skips: steps in a row that may be dropped.
+    """
+
+    def __init__(self, policy: str, max_skips: int):
+        self.policy, self.max_skips = policy, max_skips
+        self.skipped = 0
+        self._in_a_row = 0
+        self._drop = False
+        self._flags: Tensor | None = None
+        self._seen: list[tuple[LossOutput, MicroBatch]] = []
+        self.last: list[tuple[LossOutput, MicroBatch]] = []
+
+    def see(self, output: LossOutput, inputs: MicroBatch) -> None:
+        """Takes in one micro-batch; keeps no graph, and waits for no device."""
+        flags = bad_flags(output)
+        self._flags = flags if self._flags is None else self._flags + flags
+        self._seen.append((replace(output, loss=output.loss.detach(), terms={}, sources={}), inputs))
+
+    def decide(
+        self,
+        accelerator: Accelerator,
+        step: int,
+        gather: Callable[[list[Any]], list[Any]] | None,
+        decode: Callable[[Tensor], str],
+    ) -> None:
+        """
+        Looks at the whole step before its last backward pass: one small reduction, and one wait for the device.
+
+        Raises:
+            NonFiniteError: on every process alike, naming the first bad value; under skip after `max_skips` in a row.
+        """
+        assert self._flags is not None
+        flags = accelerator.reduce(self._flags, reduction="sum")
+        if not bool(flags.any()):
+            self._in_a_row = 0
+            return
+        found = first_bad([output for output, _ in self._seen], accelerator.process_index)
+        if found is not None:
+            inputs = self._seen[found.micro_batch][1]
+            found = replace(
+                found,
+                prompt=decode(inputs["prompt_ids"][found.row]),
+                completion=decode(inputs["completion_ids"][found.row]),
+            )
+        sentence = agree(found, gather).sentence(step)
+        self._in_a_row += 1
+        if self.policy == "raise":
+            raise NonFiniteError(f"{sentence} The optimizer step was not taken.")
+        if self._in_a_row > self.max_skips:
+            raise NonFiniteError(f"{sentence} {self.max_skips} steps before it were dropped too (nonfinite_max_skips).")
+        self.skipped += 1
+        self._drop = True
+        if accelerator.is_main_process:
+            logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
+
+    def close(self) -> bool:
+        """Ends the step; returns whether it is to be dropped."""
+        drop, self._drop = self._drop, False
+        self.last, self._seen, self._flags = self._seen, [], None
+        return drop
+
+
+def loss_table(guard: StepGuard, decode: Callable[[Tensor], str], rows: int = 5) -> list[dict[str, Any]]:
+    """
+    The rows of the last optimizer step on this process with the largest and the smallest policy loss.
+
+    Args:
+        rows: how many of each.
+
+    Returns:
+        One dictionary a row: prompt, completion, tokens, advantage, and the mean over its tokens of policy, kl, entropy, value, log_ratio.
+        Worst first.
+    """
+    table = []
+    for output, inputs in guard.last:
+        assert output.inputs is not None
+        mask = output.inputs.mask
+        lengths = mask.sum(1).clamp(min=1)
+        means = {name: torch.where(mask, x.expand(mask.shape), 0).sum(1) / lengths for name, x in output.per_token.items()}
+        means["advantage"] = torch.where(mask, output.inputs.advantages.expand(mask.shape), 0).sum(1) / lengths
+        for i in range(len(mask)):
+            entry: dict[str, Any] = {name: float(mean[i]) for name, mean in means.items()}
+            entry |= {
+                "tokens": int(mask[i].sum()),
+                "prompt": decode(inputs["prompt_ids"][i]),
+                "completion": decode(inputs["completion_ids"][i]),
+            }
+            table.append(entry)
+    table.sort(key=lambda entry: -entry["policy"])
+    return table if len(table) <= 2 * rows else table[:rows] + table[-rows:]
