@@ -47,7 +47,7 @@ real: .venv/.real
 test-trl: .venv/.test
 	rm -rf build/trl-$(TRL)
 	$(PIP) install -q --no-deps --target build/trl-$(TRL) trl==$(TRL)
-	PYTHONPATH=build/trl-$(TRL) $(BIN)/python -m pytest -q tests/mirror tests/trainers/test_same_as_trl.py
+	PYTHONPATH=build/trl-$(TRL) $(BIN)/python -m pytest -q tests/mirror
 
 clean:
 	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache

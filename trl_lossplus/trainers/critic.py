@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
 from .adapters import active_adapter, keep_adapter_in_recomputation
+from .sharded import write
 
 ADAPTER = "critic"
 # The name holds `lora_`, by which TRL tells what is not part of the model that vLLM serves.
@@ -119,8 +120,7 @@ class Critic:
         path = folder / HEAD_FILE
         if not path.exists():
             raise LossPlusError(f"critic_model_name_or_path={str(folder)!r}: there is no {HEAD_FILE} in it.")
-        with torch.no_grad():
-            getattr(self.policy, HEAD).weight.copy_(load_file(path)["weight"])
+        write(getattr(self.policy, HEAD).weight, load_file(path)["weight"])
 
 
 def _by_suffix(state_dict: dict[str, Tensor], suffix: str) -> Tensor:
@@ -277,7 +277,10 @@ class ModelCritic(Critic):
         if not files:
             raise LossPlusError(f"{folder} holds no critic (model.safetensors).")
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self.model.load_state_dict(state)
+        for name, parameter in self.model.named_parameters():
+            if name not in state:
+                raise LossPlusError(f"{folder} holds no {name} of the critic.")
+            write(parameter, state[name])
 
 
 def without_critic(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

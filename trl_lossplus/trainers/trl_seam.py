@@ -41,7 +41,16 @@ SEAM: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "_save_checkpoint": (("model", "trial"), frozenset({"10fa449292ba"})),
     "_load_optimizer_and_scheduler": (("checkpoint",), frozenset({"d6497323f7e1"})),
 }
-ATTRIBUTES = ("_buffered_inputs", "_step", "_metrics", "_logs", "_entropy_bonus_enabled", "_last_world_entropy", "_tokenizer")
+ATTRIBUTES = (
+    "_buffered_inputs",
+    "_step",
+    "_metrics",
+    "_logs",
+    "_entropy_bonus_enabled",
+    "_last_world_entropy",
+    "_tokenizer",
+    "eos_token_ids",
+)
 SUPPORTED = "trl>=1.15,<1.17"
 
 FORWARD_INPUTS = (
