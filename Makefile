@@ -1,5 +1,6 @@
 # make train    sets up .venv if it is missing and runs the main job on the embedded toy, through accelerate launch
 # make test     sets up what is missing, checks style and types, runs the tests
+# make test-all also those that take minutes: every launch of docs/launches.md on two processes
 # make real     adds a small real model and task, and trains on it
 # make test-trl TRL=1.15.0    the mirror tests against another TRL
 
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRL ?= 1.15.0
 
-.PHONY: train test real test-trl clean
+.PHONY: train test test-all real test-trl clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -39,6 +40,10 @@ test: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
+
+test-all: .venv/.test
+	$(PIP) install -q -c constraints.txt -e '.[deepspeed]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 real: .venv/.real

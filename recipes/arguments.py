@@ -14,14 +14,39 @@ from typing import Any, NoReturn
 
 import torch
 import yaml
-from trl import GRPOConfig, ModelConfig, TrlParser
+from trl import ModelConfig, TrlParser
 
-from trl_lossplus import GRPOPlusConfig, LossPlusError
+from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError
 from trl_lossplus.toy import TOY_TRAINING
 
 from .data import GYM, DataSource
 
 TOY = "toy"
+
+
+def _nothing(trainer: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    What sets one script apart from another.
+
+    Attributes:
+        name: part of the default output folder.
+        config_class: of the training arguments. trainer_class: takes them.
+        toy: gives the training arguments' defaults on the toy.
+        opening: a line about the trainer before it trains, "" for none.
+        closing: what the last line says of the trainer after its model's folder.
+    """
+
+    name: str
+    config_class: type[GRPOPlusConfig]
+    trainer_class: type[GRPOPlusTrainer]
+    toy: Callable[[], dict[str, Any]] = TOY_TRAINING.copy
+    opening: Callable[[Any], str] = _nothing
+    closing: Callable[[Any], str] = _nothing
 
 
 def _field(help: str, default: Any = None) -> Any:
@@ -153,7 +178,7 @@ def on_cpu() -> bool:
     return not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
-def _defaults(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def _defaults(recipe: Recipe, given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """The defaults that differ from TRL's: the toy where nothing is named, and what a machine without accelerator needs."""
     model, dataset = given.get("model_name_or_path"), given.get("dataset_name")
     if (model is None) != (dataset is None):
@@ -163,11 +188,11 @@ def _defaults(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, An
     defaults: dict[str, Any] = {
         "model_name_or_path": model,
         "dataset_name": TOY if dataset is None else dataset,
-        "output_dir": f"runs/grpo-{Path(str(model)).name}",
+        "output_dir": f"runs/{recipe.name}-{Path(str(model)).name}",
         "logging_steps": 1,
     }
     if model == TOY:
-        defaults |= TOY_TRAINING
+        defaults |= recipe.toy()
         if "num_train_epochs" in given:
             del defaults["max_steps"]
     elif on_cpu():
@@ -180,14 +205,14 @@ def _defaults(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, An
 
 
 def parse(
-    argv: Sequence[str] | None = None, config_class: type[GRPOConfig] = GRPOPlusConfig, say: Callable[[str], None] = print
+    recipe: Recipe, argv: Sequence[str] | None = None, say: Callable[[str], None] = print
 ) -> tuple[RecipeArguments, Any, ModelConfig]:
     """
     The arguments: the command line over the YAML file behind `--config` over the recipe's defaults over TRL's.
 
     Args:
+        recipe: whose configuration and defaults.
         argv: the command line's words; None: this process's.
-        config_class: of the training arguments.
         say: called with the line that tells of a choice made for the user.
 
     Raises:
@@ -196,11 +221,11 @@ def parse(
     words = list(sys.argv[1:] if argv is None else argv)
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     values, words = _read_yaml(words)
-    parser = RecipeParser((RecipeArguments, config_class, ModelConfig))  # type: ignore[arg-type]
+    parser = RecipeParser((RecipeArguments, recipe.config_class, ModelConfig))  # type: ignore[arg-type]
     parser.refuse_unknown(list(values), "--config")
     given = _given(words, values)
     values = {name: value for name, value in values.items() if name in given}
-    parser.set_defaults_with_config(**{**_defaults(given, say), **values})
+    parser.set_defaults_with_config(**{**_defaults(recipe, given, say), **values})
     try:
         *parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     except LossPlusError:

@@ -11,163 +11,19 @@ quantization). Wrong input ends in one line and exit status 2.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # the repository's root, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from recipes import runner
+from recipes.arguments import Recipe
+from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer
 
-from recipes.arguments import TOY, RecipeArguments, on_cpu, parse
-from recipes.report import describe_loss, last_line, use_step_lines
-from recipes.rewards import reward_functions
-from recipes.smollm2 import smollm2
-from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError
-from trl_lossplus.toy import save_toy
-
-
-def rank() -> int:
-    """This process's number, before anything is set up."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def say(line: str) -> None:
-    """Prints on the main process."""
-    if rank() == 0:
-        print(line, flush=True)
-
-
-def check_output(folder: str | None) -> Path:
-    """
-    The output folder, made and tried.
-
-    Raises:
-        LossPlusError: it cannot be made or written to.
-    """
-    path = Path(folder or "")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise LossPlusError(f"output_dir={folder!r} cannot be written ({error.strerror}).") from None
-    return path
-
-
-def model_folder(name: str, arguments: RecipeArguments, output: Path) -> str:
-    """The model's path or hub name; `toy` and `smollm2` are made where they are not there yet."""
-    if name == TOY:
-        if on_cpu():
-            torch.set_num_threads(1)  # its matrices are too small for more, and results do not depend on the machine's cores
-        return save_toy(output / "toy_base")
-    if name == "smollm2":
-        return smollm2(arguments.smollm2_dir)
-    return name
-
-
-def model_settings(training: GRPOPlusConfig, model: ModelConfig) -> dict[str, Any]:
-    """The trainer's arguments that come from TRL's ModelConfig; completes `training.model_init_kwargs`."""
-    given = training.model_init_kwargs
-    training.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(given if isinstance(given, dict) else {}),
-    }
-    try:
-        settings: dict[str, Any] = {"peft_config": get_peft_config(model)}
-    except ValueError as error:  # PEFT is not installed
-        raise LossPlusError(f"use_peft=True: {error}") from None
-    quantization = get_quantization_config(model)
-    return settings if quantization is None else {**settings, "quantization_config": quantization}
-
-
-def check_processes(trainer: GRPOPlusTrainer) -> None:
-    """
-    Says how many processes train together.
-
-    Raises:
-        LossPlusError: the launcher started more, so that each would train alone.
-    """
-    accelerator = trainer.accelerator
-    started, together = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
-    if started != together:
-        raise LossPlusError(
-            f"the launcher started {started} processes, but each of them sees {together}: they would train apart. On a machine "
-            "without GPUs set use_cpu=True; on one with GPUs take accelerate_configs/multi_gpu.yaml."
-        )
-    say(f"processes: {together} ({accelerator.distributed_type.value}, device {accelerator.device.type})")
-
-
-def build_trainer(arguments: RecipeArguments, training: GRPOPlusConfig, model: ModelConfig) -> GRPOPlusTrainer:
-    """
-    The trainer that the arguments describe.
-
-    Raises:
-        LossPlusError: a model, dataset, reward function, checkpoint or output folder that is not to be had.
-    """
-    resume = training.resume_from_checkpoint
-    if isinstance(resume, str) and not Path(resume).is_dir():
-        raise LossPlusError(f"resume_from_checkpoint={resume!r}: there is no such folder.")
-    rewards = reward_functions(arguments.reward_names(), training.max_completion_length)
-    output = check_output(training.output_dir)
-    source = arguments.source()
-    with training.main_process_first(desc="model and dataset"):
-        path = model_folder(str(model.model_name_or_path), arguments, output)
-        train_dataset = source.load(arguments.dataset_train_split)
-        evaluates = training.eval_strategy != "no"
-        eval_dataset = source.load(arguments.dataset_test_split) if evaluates else None
-    return GRPOPlusTrainer(
-        model=path,
-        reward_funcs=rewards,
-        args=training,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        **model_settings(training, model),
-    )
-
-
-def run(argv: Sequence[str] | None = None) -> None:
-    """Trains, saves, and prints what happened."""
-    arguments, training, model = parse(argv, GRPOPlusConfig, say)
-    trainer = build_trainer(arguments, training, model)
-    use_step_lines(trainer)
-    check_processes(trainer)
-    say(f"loss: {describe_loss(trainer.spec)}")
-    result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model(training.output_dir)
-    if trainer.is_world_process_zero():
-        trainer.state.save_to_json(str(Path(str(training.output_dir)) / "trainer_state.json"))
-    if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=arguments.dataset_name)
-    closing = last_line(
-        trainer.state.log_history, trainer.state.global_step, result.metrics["train_runtime"], str(training.output_dir)
-    )
-    trainer.end()
-    say(closing)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Runs, and turns wrong input into one line.
-
-    Returns:
-        The exit status: 0, or 2 for wrong input. Anything else that goes wrong is raised.
-    """
-    try:
-        run(argv)
-    except LossPlusError as error:
-        where = f" (process {rank()})" if rank() else ""
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2
-    return 0
-
+RECIPE = Recipe("grpo", GRPOPlusConfig, GRPOPlusTrainer)
+main = partial(runner.main, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,13 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from trl_lossplus import LossSpec
 from trl_lossplus.registry import POLICY_LOSSES
 
+SHOWN = {
+    "kl": "kl",
+    "kl_rollout": "kl of the rollout",
+    "kl_coef": "kl coef",
+    "entropy": "entropy",
+    "value/explained_variance": "explained variance",
+}
 CLIP_METRICS = ("clip_ratio/region_mean", "cispo_clip_ratio", "clip_ratio")
 
 
@@ -30,6 +37,9 @@ def describe_loss(spec: LossSpec) -> str:
         f"advantages {spec.advantage_estimator}{scale}{whitened}",
         _describe_kl(spec),
     ]
+    if spec.vf_coef:
+        clipped = "not clipped" if spec.cliprange_value is None else f"clipped at {spec.cliprange_value:g}"
+        parts.append(f"value loss {spec.vf_coef:g} x {spec.value_loss}, {clipped}")
     if spec.entropy_coef:
         parts.append(f"entropy bonus {spec.entropy_coef:g}")
     return "; ".join(parts)
@@ -61,7 +71,7 @@ def step_line(logs: dict[str, Any], step: int, steps: int, rollout: int, reward:
     clipped = next((name for name in CLIP_METRICS if name in logs), None)
     if clipped is not None:
         line += f"  clipped {_number(logs, clipped):.2%}"
-    for name, shown in (("kl", "kl"), ("kl_rollout", "kl of the rollout"), ("kl_coef", "kl coef"), ("entropy", "entropy")):
+    for name, shown in SHOWN.items():
         if name in logs:
             line += f"  {shown} {_number(logs, name):.4g}"
     return line + f"  grad {_number(logs, 'grad_norm'):.3g}"
@@ -109,6 +119,21 @@ def before_and_after(history: Sequence[dict[str, Any]], most: int = 5) -> tuple[
         return math.nan, math.nan, 0
     few = max(1, min(most, len(rewards) // 2))
     return sum(rewards[:few]) / few, sum(rewards[-few:]) / few, few
+
+
+def explained_variance(history: Sequence[dict[str, Any]], steps: int = 10) -> tuple[float, float]:
+    """
+    How much of the returns' variance the critic explained: at the first logged step, and the most over `steps` steps in a row.
+
+    Steps whose returns did not vary at all say nothing and are left out. Once nearly every reward is the same, the value falls far
+    below 0 however good the critic is: that is why the most is given, and not the last.
+    """
+    logged = [_number(entry, "value/explained_variance") for entry in history if "value/explained_variance" in entry]
+    known = [value for value in logged if not math.isnan(value)]
+    steps = min(steps, len(known))
+    if not steps:
+        return math.nan, math.nan
+    return known[0], max(sum(known[start : start + steps]) / steps for start in range(len(known) - steps + 1))
 
 
 def last_line(history: Sequence[dict[str, Any]], steps: int, seconds: float, where: str) -> str:

@@ -71,6 +71,10 @@ VALUES = {
     "probes": ("full", {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
+    "snapshot_steps": ([3], {}),
+    "snapshot_on": ("nonfinite", {}),
+    "snapshot_dir": ("some/where", {}),
+    "snapshot_rows": (64, {}),
 }
 HUBER, SHARED = {"value_loss": "huber"}, {"critic": "shared"}
 PPO_VALUES = {
@@ -416,6 +420,8 @@ CONFLICTS = [
     ({"probes": "al"}, ["probes='al'", "Allowed: full, off, summary"]),
     ({"nonfinite_policy": "skipp"}, ["nonfinite_policy='skipp'", "Did you mean 'skip'"]),
     ({"nonfinite_max_skips": 0}, ["nonfinite_max_skips=0", ">= 1"]),
+    ({"snapshot_rows": 0}, ["snapshot_rows=0", ">= 1"]),
+    ({"snapshot_on": "nonfinit"}, ["snapshot_on='nonfinit'", "Did you mean 'nonfinite'"]),
     ({"nonfinite_policy": "skip", "fp16": True}, ["nonfinite_policy='skip'", "Set it to raise"]),
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import logging
 import os
 import sys
@@ -264,8 +265,19 @@ class Command(NamedTuple):
     run: Callable[[Sequence[str]], int]
 
 
+def _from(module: str, function: str) -> Callable[[Sequence[str]], int]:
+    """A command whose module is imported when it runs."""
+
+    def run(arguments: Sequence[str]) -> int:
+        return getattr(importlib.import_module(f".{module}", __package__), function)(arguments)
+
+    return run
+
+
 COMMANDS: dict[str, Command] = {
     "explain": Command("the loss of a configuration in words, with every warning", run_explain),
+    "snapshot": Command("look at a snapshot, or what differs between two", _from("snapshots.command", "snapshot_main")),
+    "replay": Command("a snapshot's tensors under another loss, or a sweep of them", _from("snapshots.command", "replay_main")),
 }
 
 

@@ -17,7 +17,7 @@ TRL_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": CORRECTION_MODES,
 }
-OUR_CHOICES = {"probes": ("off", "summary", "full"), "nonfinite_policy": ("raise", "skip")}
+OUR_CHOICES = {"probes": ("off", "summary", "full"), "nonfinite_policy": ("raise", "skip"), "snapshot_on": (None, "nonfinite")}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -58,6 +58,35 @@ class GRPOPlusConfig(GRPOConfig):
     clip_ratio_c: float | None = option("Dual clip: for a negative advantage the loss is at most this times |A|. Must be > 1.")
     log_ratio_clamp: float = option("Bound in nats on |log ratio| before it is exponentiated.", 20.0)
     cispo_ratio_min: float | None = option("Lower bound of CISPO's importance ratio. None: no lower bound.")
+    is_ratio_min: float | None = option("Lower bound of the importance weight of tis, mis and rollout_is. None: no lower bound.")
+    is_ratio_max: float | None = option("Upper bound of the importance weight of tis, mis and rollout_is. None: no bound.", 2.0)
+    is_mode: str = option("rollout_is: truncate (weights move to the bound) or mask (weights outside become 0).", "truncate")
+    dppo_ratio_max: float = option("dppo_tv, dppo_kl: bound of the detached importance ratio.", 20.0)
+    ipo_threshold: float = option("ipo: how far a token's probability may move before it leaves the loss, in [0, 1].", 0.3)
+    ipo_kl_coef: float = option("ipo: coefficient of the squared log ratio.", 1e-3)
+    dro_beta: float = option("dro: coefficient of half the squared log ratio. Must be > 0.", 0.1)
+    clip_cov_ratio: float = option("clip_cov: share of the optimizer step's tokens that lose their gradient.", 2e-4)
+    clip_cov_min: float = option("clip_cov: only tokens with a covariance above this are drawn.", 1.0)
+    clip_cov_max: float = option("clip_cov: only tokens with a covariance below this are drawn.", 5.0)
+    kl_cov_ratio: float = option("kl_cov: share of the optimizer step's tokens, those of the highest covariance.", 2e-4)
+    kl_cov_coef: float = option("kl_cov: coefficient of |log ratio| on those tokens.", 0.1)
+    cov_seed: int | None = option("clip_cov, kl_cov: seed of the draw among tokens. None: seed.")
+    fipo_decay_rate: float = option("fipo: tokens after which a later token counts half.", 32.0)
+    fipo_clip_range: float | None = option("fipo: how far a token's weight may be from 1. None: no bound.", 0.2)
+    fipo_clip_high_only: bool = option("fipo: weights are never below 1.", True)
+    fipo_safety_threshold: float | None = option(
+        "fipo: above this ratio a token with a negative advantage gets a weight of at most 1. None: off.", 4.0
+    )
+    real_tau: float = option("real: temperature of the classification.", 0.5)
+    rollout_rs: str | None = option(
+        "Rejection of tokens on which sampler and policy differ, by one statistic or several with commas: token_k1, token_k2, token_k3, "
+        "seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3. None: no rejection."
+    )
+    rollout_rs_threshold: str | None = option(
+        "A threshold for each statistic of rollout_rs, or one for all, with commas: the largest value kept; for k1 the bounds of the "
+        "ratio pi_old / pi_sampler as low_high (in quotes in YAML), or one number u for 1/u to u."
+    )
+    rollout_is_batch_normalize: bool = option("Divide the rollout importance weights by their mean over the rollout.", False)
     loss_aggregation: str | None = option(
         f"From per-token losses to one number: {', '.join(CHOICES['loss_aggregation'])}. None: from loss_type or the objective."
     )
@@ -105,17 +134,28 @@ class GRPOPlusConfig(GRPOConfig):
     )
     nonfinite_max_skips: int = option("nonfinite_policy=skip: how many steps in a row may be dropped.", 3)
 
+    snapshot_steps: list[int] | None = option("Optimizer steps, counted from 0, of which a snapshot is written.")
+    snapshot_on: str | None = option("nonfinite: also of a step in which something is not finite. None: not.")
+    snapshot_dir: str | None = option("Where snapshots are written. None: snapshots/ in output_dir.")
+    snapshot_rows: int = option("Rows of a step that a snapshot keeps a process; the rest is left out, and counted in it.", 512)
+
     default_estimator = "grpo"
-    not_supplied = frozenset({"values", "old_values", "returns", "token_weights"})
+    not_supplied = frozenset(
+        {"values", "old_values", "returns", "token_weights", "lengths", "reward_baselines", "sum_pi_squared"}
+    )
+    # What the trainer does not act on yet: fields, and traits of objectives.
+    not_wired = frozenset({"rollout_rs", "rollout_is_batch_normalize", "whole_groups", "select"})
 
     def __post_init__(self) -> None:
         if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
             raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
-        for name, allowed in (TRL_CHOICES | OUR_CHOICES).items():
+        choices: dict[str, tuple[Any, ...]] = {**TRL_CHOICES, **OUR_CHOICES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        if self.nonfinite_max_skips < 1:
-            raise LossPlusError(f"nonfinite_max_skips={self.nonfinite_max_skips} is out of range: it must be >= 1.")
+        for name in ("nonfinite_max_skips", "snapshot_rows"):
+            if getattr(self, name) < 1:
+                raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= 1.")
         if self.nonfinite_policy == "skip" and (self.deepspeed or self.fp16):
             raise LossPlusError(
                 "nonfinite_policy='skip': DeepSpeed and fp16 take or drop their optimizer steps themselves. Set it to raise, or train "
@@ -193,9 +233,34 @@ class GRPOPlusConfig(GRPOConfig):
             readers.setdefault(tensor, set()).add(f"advantage_estimator ({spec.advantage_estimator})")
         for tensor in sorted(readers.keys() & self.not_supplied):
             shape, maker = TENSORS[tensor]
+            critic = tensor in ("values", "old_values", "returns")
+            remedy = "Take PPOPlusConfig and PPOPlusTrainer for a critic." if critic else "Its trainer does not make it (yet)."
             raise LossPlusError(
                 f"{', '.join(sorted(readers[tensor]))} reads {tensor} {shape}, made by {maker}; a {type(self).__name__} has "
-                "no such thing. Take PPOPlusConfig and PPOPlusTrainer for a critic."
+                f"no such thing. {remedy}"
+            )
+        self._check_wired(spec)
+
+    def _check_wired(self, spec: LossSpec) -> None:
+        """What the tensor functions can do and this trainer does not ask them for."""
+        entry = POLICY_LOSSES.get(spec.policy_loss)
+        for name in ("rollout_rs", "rollout_is_batch_normalize"):
+            if getattr(spec, name) and name in self.not_wired and name not in entry.options:
+                raise LossPlusError(f"{name}={getattr(spec, name)!r}: {type(self).__name__}'s trainer does not act on it (yet).")
+        if "whole_groups" in entry.traits and (
+            "whole_groups" in self.not_wired or self.per_device_train_batch_size % cast(int, self.num_generations)
+        ):
+            raise LossPlusError(
+                f"policy_loss={spec.policy_loss!r} compares the completions of a prompt inside the loss, so every micro-batch must hold "
+                f"whole groups: per_device_train_batch_size ({self.per_device_train_batch_size}) must be a multiple of num_generations "
+                f"({self.num_generations}), and the trainer must keep groups together"
+                + (", which this one does not (yet)." if "whole_groups" in self.not_wired else ".")
+            )
+        whole_step = self.gradient_accumulation_steps == 1 and self.steps_per_generation in (None, 1)
+        if entry.select is not None and "select" in self.not_wired and not whole_step:
+            raise LossPlusError(
+                f"policy_loss={spec.policy_loss!r} chooses tokens over the whole optimizer step, and this trainer hands the loss one "
+                "micro-batch at a time: set gradient_accumulation_steps to 1, and use one process."
             )
 
     def _check_windows(self, spec: LossSpec) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .functional import advantages as adv
+from .functional import advantages_baseline as base
 from .functional.advantages import Advantages
 from .functional.errors import LossPlusError, unknown_name
 from .functional.masking import row_sums, select
-from .registry import ADVANTAGE_ESTIMATORS, Entry, register_advantage_estimator
+from .registry import ADVANTAGE_ESTIMATORS, TENSORS, Entry, register_advantage_estimator
 
 SEQUENCE = {"constant_over_sequence"}
 
@@ -56,6 +57,65 @@ register_advantage_estimator(
     source="GAE, arXiv 1506.02438",
 )(adv.gae)
 
+register_advantage_estimator(
+    "grpo_passk",
+    requires={"group_ids"},
+    options={"scale_rewards", "eps", "ddof"},
+    traits=SEQUENCE,
+    formula="(s - second best of the group) / (std + eps) for the best of the group, 0 for the others",
+    source="arXiv 2503.19595",
+)(base.grpo_passk)
+register_advantage_estimator(
+    "reinforce_plus_plus",
+    options={"gamma"},
+    traits={"token_level", "whitened"},
+    formula="sum over s >= t of gamma^(s - t) r_s, whitened over the rollout's tokens",
+    source="REINFORCE++, arXiv 2501.03262",
+)(base.reinforce_plus_plus)
+register_advantage_estimator(
+    "reinforce_plus_plus_baseline",
+    requires={"group_ids"},
+    traits=SEQUENCE | {"whitened"},
+    formula="s - mean of the group, whitened over the rollout's tokens",
+    source="REINFORCE++ with baseline, arXiv 2501.03262",
+)(base.reinforce_plus_plus_baseline)
+register_advantage_estimator(
+    "remax",
+    requires={"reward_baselines"},
+    options={"gamma"},
+    traits={"token_level"},
+    formula="sum over s >= t of gamma^(s - t) r_s, less the reward of the prompt's greedy completion",
+    source="ReMax, arXiv 2310.10505",
+)(base.remax)
+register_advantage_estimator(
+    "opo",
+    requires={"group_ids", "lengths"},
+    traits=SEQUENCE,
+    formula="s - (sum of length * s) / (sum of lengths) of the group",
+    source="OPO, arXiv 2505.23585",
+)(base.opo)
+register_advantage_estimator(
+    "gpg",
+    requires={"group_ids"},
+    options={"f_norm", "alpha_from"},
+    traits=SEQUENCE,
+    formula="alpha (s - mean of the group) / f_norm, alpha = rows / rows of groups with spread",
+    source="GPG, arXiv 2504.02546",
+)(base.gpg)
+for _name, _func, _where in (
+    ("optimal_token_baseline", base.optimal_token_baseline, "at the same position"),
+    ("tir_optimal_token_baseline", base.tir_optimal_token_baseline, "at the same number among a row's own tokens"),
+):
+    register_advantage_estimator(
+        _name,
+        requires={"group_ids", "old_logps", "sum_pi_squared"},
+        optional={"rollout_weights"},
+        options={"handle_zero_tail", "eps"},
+        traits={"token_level"},
+        formula=f"G_t - (sum of W G) / (sum of W) of the group {_where}, W_t = sum over j <= t of 1 - 2 pi_j + sum pi^2",
+        source="the optimal token baseline of verl 0.9",
+    )(_func)
+
 
 def weighted_sum(rewards: Tensor, reward_weights: Tensor | None) -> Tensor:
     """(B, K) rewards to (B,): NaN counts as 0 beside a scored one; a row that no function scored stays NaN."""
@@ -82,13 +142,14 @@ def compute_advantages(
         mask: (B, T) bool, the completion tokens.
         group_ids: (B,) integers, one id a prompt; their order plays no part.
         values: (B, T) old values, for estimators with a critic.
-        options: the estimator's own (`trl-lossplus explain` lists them).
+        options: the estimator's own (`trl-lossplus explain` lists them), and by the same way the tensors that it reads beside these:
+            lengths (B,) (None: counted from the mask), reward_baselines (B,), old_logps, sum_pi_squared, rollout_weights (B, T).
 
     Returns:
-        `Advantages` of (B, T) float32 tensors, 0 on masked positions.
+        `Advantages` of (B, T) float32 tensors, 0 on masked positions and in rows that are not scored.
 
     Raises:
-        LossPlusError: unknown estimator or option, or a shape that does not fit.
+        LossPlusError: unknown estimator or option, a tensor that is missing or not read, or a shape that does not fit.
     """
     entry = ADVANTAGE_ESTIMATORS.get(name)
     _check_shapes(name, entry, rewards, mask, group_ids, values)
@@ -100,6 +161,7 @@ def compute_advantages(
                 f"reward_weights has shape {tuple(reward_weights.shape)}; with rewards of shape {tuple(rewards.shape)} it must hold "
                 "one weight a column of (B, K) rewards."
             )
+    tensors = _tensors(name, entry, {key: options.pop(key) for key in list(options) if key in TENSORS}, mask)
     rewards = _reward_form(entry, rewards.detach().float(), mask, reward_weights)
     if "reads_reward_columns" in entry.traits:
         options["reward_weights"] = reward_weights
@@ -107,10 +169,39 @@ def compute_advantages(
         if entry.options:
             raise unknown_name(f"advantage_estimator {name!r}: option", option, entry.options)
         raise LossPlusError(f"advantage_estimator {name!r} has no option {option!r}: it has none.")
-    if "token_level" in entry.traits:
-        given = (rewards, mask) if values is None else (rewards, values, mask)
-        return _checked(name, entry.func(*given, **options), mask)
-    return _checked(name, entry.func(rewards, group_ids, **options), mask)
+    if "token_level" not in entry.traits:
+        return _checked(name, entry.func(rewards, group_ids, **tensors, **options), mask)
+    if "group_ids" in entry.requires:  # compares rows itself, so it must see which are not scored
+        result = _checked(name, entry.func(rewards, mask, group_ids=group_ids, **tensors, **options), mask)
+    else:
+        clean = rewards.nan_to_num(nan=0.0)
+        given = (clean, mask) if values is None else (clean, values, mask)
+        result = _checked(name, entry.func(*given, **tensors, **options), mask)
+    scored = ~(torch.isnan(rewards) & mask).any(-1, keepdim=True)
+    returns = result.returns if values is None else torch.where(scored, result.returns, select(values.detach().float(), mask))
+    return Advantages(select(result.advantages, scored), returns)
+
+
+def _tensors(name: str, entry: Entry, given: dict[str, Any], mask: Tensor) -> dict[str, Tensor]:
+    """The tensors that the estimator reads beside rewards, values, mask and group ids. Raises LossPlusError, see there."""
+    needs = entry.requires - {"group_ids", "old_values"}
+    if "lengths" in needs and given.get("lengths") is None:
+        given = {**given, "lengths": mask.sum(-1)}
+    given = {key: value for key, value in given.items() if value is not None}
+    for tensor in sorted(given.keys() - needs - entry.optional):
+        raise LossPlusError(f"advantage_estimator {name!r}: {tensor} was given, and it does not read it.")
+    for tensor in sorted(needs - given.keys()):
+        shape, maker = TENSORS[tensor]
+        raise LossPlusError(f"advantage_estimator {name!r} reads {tensor} {shape}, made by {maker}; it is None.")
+    rows, length = mask.shape
+    for tensor, value in given.items():
+        by_row = TENSORS[tensor][0].startswith("(B,)")
+        allowed = [(rows,)] if by_row else [(rows, length), (rows, 1)] if tensor == "rollout_weights" else [(rows, length)]
+        if tuple(value.shape) not in allowed:
+            raise LossPlusError(
+                f"{tensor} has shape {tuple(value.shape)}; with mask {tuple(mask.shape)} it must be {' or '.join(map(str, allowed))}."
+            )
+    return {key: value.detach() for key, value in given.items()}
 
 
 def _check_shapes(name: str, entry: Entry, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None) -> None:

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 # Fields that only some objectives read, and those that only adaptive entropy control does.
 OBJECTIVE_FIELDS = (
     "epsilon", "epsilon_high", "delta", "clip_ratio_c", "clip_objective", "cispo_ratio_min", "sapo_temperature_pos",
-    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "is_ratio_min", "is_ratio_max",
+    "is_mode", "dppo_ratio_max", "ipo_threshold", "ipo_kl_coef", "dro_beta", "clip_cov_ratio", "clip_cov_min", "clip_cov_max",
+    "kl_cov_ratio", "kl_cov_coef", "cov_seed", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold",
+    "real_tau",
 )  # fmt: skip
+# Of these, the ones that are handed to the spec as they are.
+PLAIN_FIELDS = tuple(OBJECTIVE_FIELDS[OBJECTIVE_FIELDS.index("is_ratio_min") :])
 ENTROPY_FIELDS = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 # TRL's loss_type: our objective and aggregation.
 TRL_LOSS_TYPES = {
@@ -65,6 +70,11 @@ def resolve_policy(args: GRPOPlusConfig) -> dict[str, Any]:
         "delta": args.delta,
         "clip_ratio_c": args.clip_ratio_c,
         "cispo_ratio_min": args.cispo_ratio_min,
+        **{name: getattr(args, name) for name in PLAIN_FIELDS if name != "cov_seed"},
+        "cov_seed": args.seed if args.cov_seed is None else args.cov_seed,
+        "rollout_rs": args.rollout_rs,
+        "rollout_rs_threshold": None if args.rollout_rs_threshold is None else str(args.rollout_rs_threshold),
+        "rollout_is_batch_normalize": args.rollout_is_batch_normalize,
         "loss_aggregation": aggregation,
         "norm_length": args.max_completion_length if aggregation == "seq_mean_token_sum_norm" else None,
     }
@@ -160,7 +170,8 @@ def unread_settings(args: GRPOPlusConfig, spec: LossSpec) -> dict[str, Any]:
     reads = set(entry.options)
     if args.policy_loss is None and entry.name == "cispo" and args.epsilon_high is None:
         reads.add("epsilon")
-    unread = {name: value for name, value in changed.items() if entry.options and name not in reads}
+    knows = bool(entry.options) or "no_options" in entry.traits  # a user's function may read what it does not declare
+    unread = {name: value for name, value in changed.items() if knows and name not in reads}
     if not args.use_adaptive_entropy:
         unread |= {name: getattr(args, name) for name in ENTROPY_FIELDS if getattr(args, name) != defaults[name]}
     return unread

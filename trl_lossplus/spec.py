@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from .functional.aggregation import AGGREGATIONS
+from .functional.correction import parse_rejection
 from .functional.errors import LossPlusError, unknown_name
 from .functional.kl import canonical_kl
 from .functional.value import VALUE_LOSSES
@@ -16,6 +17,7 @@ from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 CHOICES: dict[str, tuple[str, ...]] = {
     "clip_objective": ("min", "max"),
     "importance_sampling_level": ("token", "sequence"),
+    "is_mode": ("truncate", "mask"),
     "loss_aggregation": tuple(AGGREGATIONS),
     "kl_placement": ("none", "reward", "loss", "both"),
     "kl_reward_level": ("token", "sequence"),
@@ -35,6 +37,10 @@ class LossSpec:
 
     Policy: policy_loss, clip range `epsilon` below and `epsilon_high` above 1 (None: the same; for cispo the bound of the ratio
     itself), clip_objective, delta, clip_ratio_c (> 1), importance_sampling_level, log_ratio_clamp (nats).
+    Of single objectives: is_ratio_min, is_ratio_max, is_mode (tis, mis, rollout_is), dppo_ratio_max, ipo_threshold, ipo_kl_coef,
+    dro_beta, clip_cov_ratio, clip_cov_min, clip_cov_max, kl_cov_ratio, kl_cov_coef, cov_seed, fipo_decay_rate, fipo_clip_range (None:
+    no bound), fipo_clip_high_only, fipo_safety_threshold (None: off), real_tau.
+    Sampler: rollout_rs, rollout_rs_threshold (rejection, see `functional.correction`), rollout_is_batch_normalize.
     Aggregation: loss_aggregation, norm_length (tokens; None: the padded length).
     KL: beta (coefficient in the loss), kl_estimator, kl_placement, use_bias_correction_kl (estimate times ratio),
     kl_reward_coef, kl_reward_level, kl_controller, kl_target (nats a token), kl_horizon (rows).
@@ -62,6 +68,27 @@ class LossSpec:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    is_ratio_min: float | None = None
+    is_ratio_max: float | None = 2.0
+    is_mode: str = "truncate"
+    dppo_ratio_max: float = 20.0
+    ipo_threshold: float = 0.3
+    ipo_kl_coef: float = 1e-3
+    dro_beta: float = 0.1
+    clip_cov_ratio: float = 2e-4
+    clip_cov_min: float = 1.0
+    clip_cov_max: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    kl_cov_coef: float = 0.1
+    cov_seed: int = 0
+    fipo_decay_rate: float = 32.0
+    fipo_clip_range: float | None = 0.2
+    fipo_clip_high_only: bool = True
+    fipo_safety_threshold: float | None = 4.0
+    real_tau: float = 0.5
+    rollout_rs: str | None = None
+    rollout_rs_threshold: str | None = None
+    rollout_is_batch_normalize: bool = False
     loss_aggregation: str = "token_mean"
     norm_length: float | None = None
     beta: float = 0.0
@@ -99,6 +126,7 @@ class LossSpec:
         estimator = canonical_kl(self.kl_estimator)
         self._read_numbers()
         self._check_ranges()
+        self._check_more()
         if self.use_bias_correction_kl and self.kl_in_loss and (estimator == "k2" or estimator.endswith("+")):
             raise LossPlusError(
                 f"use_bias_correction_kl=True with kl_estimator={self.kl_estimator!r}: the gradient of k2 is the reverse KL's "
@@ -129,6 +157,11 @@ class LossSpec:
             "gae_lambda": (0.0, 1.0, "in [0, 1]"),
             "gae_lambda_critic": (0.0, 1.0, "in [0, 1]"),
             "vf_coef": (0.0, float("inf"), ">= 0"),
+            "is_ratio_min": (0.0, float("inf"), ">= 0"),
+            "ipo_threshold": (0.0, 1.0, "in [0, 1]"),
+            "ipo_kl_coef": (0.0, float("inf"), ">= 0"),
+            "kl_cov_coef": (0.0, float("inf"), ">= 0"),
+            "fipo_clip_range": (0.0, 1.0, "in [0, 1]"),
         }
         for name, (low, high, words) in bounds.items():
             value = getattr(self, name)
@@ -144,6 +177,14 @@ class LossSpec:
             "delta",
             "huber_delta",
             "cliprange_value",
+            "is_ratio_max",
+            "dppo_ratio_max",
+            "dro_beta",
+            "clip_cov_ratio",
+            "kl_cov_ratio",
+            "fipo_decay_rate",
+            "fipo_safety_threshold",
+            "real_tau",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -166,6 +207,20 @@ class LossSpec:
             raise LossPlusError("kl_controller='adaptive' needs a coefficient to start from: beta or kl_reward_coef is 0.")
         if self.kl_controller == "adaptive" and self.kl_target is None:
             raise LossPlusError("kl_controller='adaptive' needs kl_target, in nats a token (for instance 0.1); it is not set.")
+
+    def _check_more(self) -> None:
+        """Bounds that belong together, and the rejection's rules."""
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            if getattr(self, name) > 1:
+                raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it is a share of the tokens, at most 1.")
+        for low, high in (("is_ratio_min", "is_ratio_max"), ("clip_cov_min", "clip_cov_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and not least < most:
+                raise LossPlusError(f"{low}={least} is out of range: it must be < {high}, {most}.")
+        if self.rollout_rs is not None:
+            parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
+        elif self.rollout_rs_threshold is not None:
+            raise LossPlusError(f"rollout_rs_threshold={self.rollout_rs_threshold!r}: nothing reads it. Set rollout_rs.")
 
     @property
     def clip_high(self) -> float:

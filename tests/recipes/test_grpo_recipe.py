@@ -1,174 +1,48 @@
-"""recipes/grpo.py: the toy by every road, the shipped YAML files, own data and rewards, wrong input, two processes."""
+"""recipes/grpo.py: the toy by every road, own data and rewards, wrong input, two processes."""
 
 import importlib.util
-import json
 import math
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from reciperun import QUICK, ROOT, launch, logged_steps, own_lines, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from recipes import arguments, data, grpo, report, rewards, runner, smollm2
+from trl_lossplus import LossPlusError, LossSpec
+from trl_lossplus.toy import TOY_TRAINING, toy_dataset
 
-from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from recipes import arguments, data, grpo, report, rewards, smollm2  # noqa: E402
-from trl_lossplus import LossPlusError, LossSpec  # noqa: E402
-from trl_lossplus.toy import TOY_TRAINING, toy_dataset  # noqa: E402
-
-CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
-QUICK = ["--max_steps", "2", "--per_device_train_batch_size", "16", "--disable_tqdm", "true"]
-
-# What each file's comments claim of the loss.
-CLAIMS = {
-    "toy": {"policy_loss": "ppo_clip", "loss_aggregation": "token_mean", "epsilon": 0.2, "kl_placement": "none"},
-    "grpo": {
-        "policy_loss": "ppo_clip",
-        "loss_aggregation": "seq_mean_token_mean",
-        "scale_rewards": "group",
-        "beta": 0.04,
-        "kl_estimator": "k3",
-        "kl_placement": "loss",
-        "use_bias_correction_kl": False,
-    },
-    "dapo": {
-        "policy_loss": "ppo_clip",
-        "epsilon": 0.2,
-        "epsilon_high": 0.28,
-        "loss_aggregation": "token_mean",
-        "zero_std_groups": "drop",
-        "kl_placement": "none",
-    },
-    "dr_grpo": {"loss_aggregation": "seq_mean_token_sum_norm", "scale_rewards": "none", "kl_placement": "none"},
-    "gspo": {
-        "policy_loss": "gspo",
-        "sequence_level": True,
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-        "loss_aggregation": "seq_mean_token_mean",
-        "kl_placement": "none",
-    },
-    "cispo": {"policy_loss": "cispo", "epsilon_high": 5.0, "loss_aggregation": "token_mean", "kl_placement": "none"},
-    "kl_in_reward": {
-        "kl_in_reward": True,
-        "kl_in_loss": False,
-        "kl_reward_coef": 0.02,
-        "kl_reward_level": "sequence",
-        "kl_estimator": "k1",
-        "advantage_normalization": "rollout",
-        "scale_rewards": "none",
-    },
-    "adaptive_kl": {
-        "kl_in_reward": True,
-        "kl_in_loss": False,
-        "kl_reward_level": "token",
-        "kl_controller": "adaptive",
-        "kl_target": 0.5,
-        "kl_horizon": 10000,
-    },
-    "grpo_lora": {"loss_aggregation": "seq_mean_token_mean", "beta": 0.001, "kl_placement": "loss"},
-    "smollm2_lora": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "beta": 0.02, "kl_placement": "loss"},
-}
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Runs in an empty folder, as on one process."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_CPU"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def launch(words, through=()):
-    """recipes/grpo.py with `words` in a process of its own: (exit status, stdout, stderr). `through`: a launcher's words."""
-    run = subprocess.run(
-        [sys.executable, *through, str(ROOT / "recipes" / "grpo.py"), *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    return run.returncode, run.stdout, run.stderr
-
-
-def own_lines(out):
-    """What the recipe printed, without what the libraries did."""
-    return [line for line in out.splitlines() if re.match("processes: |loss: |step |done: |error", line)]
-
-
-# Configurations.
-
-
-def test_every_shipped_config_has_claims():
-    assert {path.stem for path in CONFIGS} == set(CLAIMS)
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_is_what_its_comment_claims(path):
-    _, training, model = arguments.parse(["--config", str(path)])
-    spec = training.loss_spec()
-    assert {name: getattr(spec, name) for name in CLAIMS[path.stem]} == CLAIMS[path.stem]
-    assert report.describe_loss(spec)
-    off_policy = {"dapo": 4, "gspo": 4, "cispo": 4, "smollm2_lora": 2}
-    assert training.optimizer_steps_per_rollout == off_policy.get(path.stem, 1)
-    assert training.is_on_policy == (path.stem not in off_policy)
-    assert model.use_peft == path.stem.endswith("_lora")
-    assert model.lora_dropout == 0.0 or not model.use_peft
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_block_for_a_real_model_is_valid(path, tmp_path):
-    """The commented fields of each file, with their comment signs taken away, are fields, and fit together."""
-    shown, _, hidden = path.read_text().partition("# A real model (on GPUs)")
-    fields = "#" + re.sub(r"^# (?=[a-z_0-9]+: )", "", hidden, flags=re.MULTILINE)
-    assert (len(yaml.safe_load(fields) or {}) >= 6) == (path.stem not in ("toy", "smollm2_lora"))
-    (tmp_path / "real.yaml").write_text(shown + fields)
-    script, training, _ = arguments.parse(["--config", "real.yaml"])
-    assert training.loss_spec()
-    assert script.reward_names()
+# Arguments.
 
 
 def test_command_line_over_yaml_over_toy(tmp_path):
     (tmp_path / "c.yaml").write_text("model_name_or_path: null\nlearning_rate: 1e-3\nmax_steps: 7\nbeta: 0.1\n")
-    script, training, model = arguments.parse(["--config=c.yaml", "--max_steps", "3"])
+    script, training, model = arguments.parse(grpo.RECIPE, ["--config=c.yaml", "--max_steps", "3"])
     assert (training.learning_rate, training.max_steps, training.beta) == (1e-3, 3, 0.1)
     assert training.num_generations == TOY_TRAINING["num_generations"]
     assert (model.model_name_or_path, script.dataset_name, script.reward_names()) == ("toy", "toy", ["keyword"])
-    assert arguments.parse(["--num_train_epochs", "2"])[1].max_steps == -1
+    assert arguments.parse(grpo.RECIPE, ["--num_train_epochs", "2"])[1].max_steps == -1
 
 
 def test_works_on_a_cpu_without_being_told(monkeypatch):
     monkeypatch.setattr(arguments, "on_cpu", lambda: True)
     said = []
     named = ["--model_name_or_path", "some/model", "--dataset_name", "some/data"]
-    _, training, _ = arguments.parse(named, say=said.append)
+    _, training, _ = arguments.parse(grpo.RECIPE, named, say=said.append)
     assert (training.use_cpu, training.bf16, training.output_dir) == (True, False, "runs/grpo-model")
     assert said == ["no accelerator is used: use_cpu=True, bf16=False"]
-    assert arguments.parse([*named, "--bf16", "true"], say=said.append)[1].bf16
+    assert arguments.parse(grpo.RECIPE, [*named, "--bf16", "true"], say=said.append)[1].bf16
     assert said[1:] == ["no accelerator is used: use_cpu=True"]
 
 
 # Training.
-
-
-def trained(folder):
-    """The logged steps of a finished run."""
-    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
-    return [entry for entry in history if "loss" in entry]
 
 
 def test_toy_by_yaml_twice_the_same(capsys):
@@ -182,7 +56,7 @@ def test_toy_by_yaml_twice_the_same(capsys):
         r"done: reward 0\.\d+ before, 0\.\d+ after \(.*\), 3 optimizer steps, [\d.]+ s of training, model in a", lines[-1]
     )
     assert grpo.main([*words, "--output_dir", "b"]) == 0
-    first, second = trained("a"), trained("b")
+    first, second = logged_steps("a"), logged_steps("b")
     assert [entry["loss"] for entry in first] == [entry["loss"] for entry in second]
     assert all(math.isfinite(entry["grad_norm"]) for entry in first)
     weights = [(Path(folder) / "model.safetensors").read_bytes() for folder in ("a", "b")]
@@ -203,7 +77,7 @@ def test_off_policy_lora_from_jsonl_with_own_reward(tmp_path, capsys):
     first, second = re.findall(r"^step .*$", out, re.MULTILINE)
     assert "rollout 1" in first
     assert re.search(r"rollout 1 .* = policy \S+ kl \S+  clipped \d", second)
-    assert "rewards/first_letter/mean" in trained("out")[0]
+    assert "rewards/first_letter/mean" in logged_steps("out")[0]
     assert Path("out/adapter_config.json").is_file()
 
 
@@ -249,13 +123,13 @@ def test_two_processes_by_the_multi_gpu_config(tmp_path):
     lines = own_lines(out)
     assert lines[:1] == ["processes: 2 (MULTI_CPU, device cpu)"], out + err
     assert [line.split(":")[0].split("  ")[0] for line in lines[1:]] == ["loss", "step 1/2", "step 2/2", "done"], out + err
-    assert len(trained("out")) == 2
+    assert len(logged_steps("out")) == 2
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LossPlusError, match="started 2 processes, but each of them sees 1"):
-        grpo.check_processes(SimpleNamespace(accelerator=SimpleNamespace(num_processes=1)))
+        runner.check_processes(SimpleNamespace(accelerator=SimpleNamespace(num_processes=1)))
 
 
 # Wrong input: one line, exit status 2.

@@ -95,7 +95,9 @@ def _find(path: Path) -> Path | list[Path]:
     tables = sorted(path.glob("*.csv"))
     if tables:
         return tables
-    raise RunLogError(f"{path}: holds no {STATE_FILE}, no checkpoint-N/{STATE_FILE} and no .csv export: not a run's output folder.")
+    raise RunLogError(
+        f"{path}: holds no {STATE_FILE}, no checkpoint-N/{STATE_FILE} and no .csv export: not a run's output folder."
+    )
 
 
 # trainer_state.json
@@ -110,7 +112,7 @@ def _from_state(path: Path, names: tuple[str, ...] | None) -> RunLog:
         raise RunLogError(f"{path}: cannot be read ({error.strerror}).") from None
     table = _fast(raw, names) if len(raw) >= BIG and names is not None else None
     if table is None:
-        table = _columns(_entries(raw, path), names)
+        table = columns_of(_entries(raw, path), names)
     steps, columns, bad = table
     if not len(steps):
         raise RunLogError(f"{path}: its log_history holds no training step: nothing was logged yet.")
@@ -163,7 +165,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _columns(entries: Sequence[dict[str, Any]], names: tuple[str, ...] | None) -> Table:
+def columns_of(entries: Sequence[dict[str, Any]], names: tuple[str, ...] | None = None) -> Table:
     """Rows as columns. A value that is None, NaN or infinite counts as logged and bad; text is left out."""
     by_step: dict[int, dict[str, Any]] = {}
     for entry in entries:  # one row a step; a step that was logged again (a resumed run) counts as it was last
@@ -205,7 +207,11 @@ def _fast(raw: bytes, names: tuple[str, ...] | None) -> Table | None:
         start = raw.index(b'"log_history": [') + len(b'"log_history": [')
         stop = raw.index(b"\n  ]", start)
         json.loads(raw[:start] + raw[stop:])  # the rest must be whole
-        sample = [raw[start : start + 1_000_000], raw[(start + stop) // 2 :][:1_000_000], raw[stop - min(1_000_000, stop - start) : stop]]
+        sample = [
+            raw[start : start + 1_000_000],
+            raw[(start + stop) // 2 :][:1_000_000],
+            raw[stop - min(1_000_000, stop - start) : stop],
+        ]
         keys = {key.decode() for part in sample for key in re.findall(rb'\n      "([^"\n]+)":', part)}
         kept = sorted(key for key in keys if matches(key, names) and key not in ("step", "epoch"))
         schema = pa.schema([(key, pa.float64()) for key in ["step", *kept]])
@@ -242,10 +248,12 @@ def _from_csv(paths: Sequence[Path], where: Path, names: tuple[str, ...] | None)
     for path in paths:
         for step, key, value in _csv_cells(path):
             cells.setdefault(step, {"step": step})[key] = value
-    steps, columns, bad = _columns(list(cells.values()), None)
+    steps, columns, bad = columns_of(list(cells.values()), None)
     if not any(name in columns for name in TELLTALES):
         seen = ", ".join(sorted(columns)[:5]) or "nothing"
-        raise RunLogError(f"{where}: no metric of a training run in it (found {seen}): export loss, reward, kl, ... with their steps.")
+        raise RunLogError(
+            f"{where}: no metric of a training run in it (found {seen}): export loss, reward, kl, ... with their steps."
+        )
     kept = {name: column for name, column in columns.items() if matches(name, names)}
     return RunLog(where.stem, str(where), "csv", steps, kept, {name: b for name, b in bad.items() if name in kept})
 
@@ -276,7 +284,9 @@ def _csv_cells(path: Path) -> Iterable[tuple[int, str, float | None]]:
         if not row:
             continue
         if len(row) != len(header):
-            raise RunLogError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}: the file is cut short or no csv.")
+            raise RunLogError(
+                f"{path}: line {number} has {len(row)} cells, the header {len(header)}: the file is cut short or no csv."
+            )
         if row[at] == "":
             continue
         step = int(_cell(row[at], path, number) or 0)
@@ -296,7 +306,19 @@ def _tag(path: Path) -> str:
     """The metric of a file that tensorboard's page exports: run-NAME-tag-train_reward.csv, / written as _."""
     name = path.stem.partition("tag-")[2] or path.stem
     name = name.removeprefix("train_").removeprefix("train/")
-    for head in ("loss", "probe", "share", "clip_ratio", "group_reward", "completions", "value", "rewards", "nonfinite", "mask", "ratio"):
+    for head in (
+        "loss",
+        "probe",
+        "share",
+        "clip_ratio",
+        "group_reward",
+        "completions",
+        "value",
+        "rewards",
+        "nonfinite",
+        "mask",
+        "ratio",
+    ):
         if name.startswith(f"{head}_") and name not in TELLTALES:
             return name.replace("_", "/", 1)
     return name

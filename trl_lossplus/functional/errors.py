@@ -22,7 +22,7 @@ def unknown_name(what: str, value: object, allowed: Iterable[str]) -> LossPlusEr
     Returns:
         A `LossPlusError` (to be raised by the caller) that lists the allowed names and the nearest match.
     """
-    names = sorted(allowed)
+    names = sorted(str(name) for name in allowed)
     close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return LossPlusError(f"{what}={value!r} is not known.{hint} Allowed: {', '.join(names)}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,6 +24,7 @@ from ..functional.errors import LossPlusError
 from ..functional.masking import row_means, row_sums, select
 from ..kl_control import AdaptiveKLController, FixedKLController, KLController
 from ..loss import LossOutput, compute_loss
+from ..snapshots.store import snapshot_folder, take
 from ..spec import LossSpec
 from . import minibatch, rollout
 from .callbacks import DescribeRun
@@ -90,6 +92,7 @@ class GRPOPlusTrainer(TRLSeam):
         self.add_callback(DescribeRun(self))
         self._trims_left = has_rotary_positions(self.model)
         self._warned_of_no_signal = False
+        self._used_spec = self.spec
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
 
     # The KL coefficient.
@@ -284,6 +287,7 @@ class GRPOPlusTrainer(TRLSeam):
         train = self.mode == "train"
         entropy_coef = self.entropy_coefficient() if self.entropy_bonus_enabled else 0.0
         spec = replace(self.spec, beta=self.spec.beta * self._kl_factor, entropy_coef=entropy_coef)
+        self._used_spec = spec
         micro_batches = self.current_gradient_accumulation_steps if train else 1
         window = inputs["window"]
         if train and not self.args.windows_are_exact:
@@ -305,7 +309,9 @@ class GRPOPlusTrainer(TRLSeam):
             return output.loss
         self._guard.see(output, inputs)
         if self.accelerator.sync_gradients:
-            self._guard.decide(self.accelerator, self.state.global_step, self._gather, self.decode)
+            self._guard.decide(
+                self.accelerator, self.state.global_step, self._gather, self.decode, lambda: self._take_snapshot("nonfinite")
+            )
         return output.loss
 
     @property
@@ -353,8 +359,29 @@ class GRPOPlusTrainer(TRLSeam):
         )
         return batch, aux_loss
 
+    def _take_snapshot(self, reason: str) -> None:
+        """Writes what this process's loss read and gave in the optimizer step under way, where the configuration asks for it."""
+        step = self.state.global_step
+        if reason == "step" and step not in (self.args.snapshot_steps or []):
+            return
+        if reason == "nonfinite" and self.args.snapshot_on != "nonfinite":
+            return
+        rows = [
+            (self.decode(p), self.decode(c))
+            for _, micro in self._guard.step
+            for p, c in zip(micro["prompt_ids"], micro["completion_ids"], strict=True)
+        ]
+        texts = {"prompt": [prompt for prompt, _ in rows], "completion": [completion for _, completion in rows]}
+        facts = {"step": step, "rank": self.accelerator.process_index, "processes": self.accelerator.num_processes}
+        facts |= {"seed": self.args.seed, "trl": trl.__version__, "torch": torch.__version__}
+        snapshot = take(self._used_spec, self._guard.step, facts=facts, texts=texts, max_rows=self.args.snapshot_rows)
+        root = self.args.snapshot_dir or str(Path(str(self.args.output_dir)) / "snapshots")
+        snapshot.save(snapshot_folder(root, step, reason), self.accelerator.process_index)
+
     def end_step(self) -> None:
         """Fetches the optimizer step's statistics, in one collective, and logs one value of each; drops the step if so decided."""
+        if self.mode == "train":
+            self._take_snapshot("step")
         values = self._statistics[self.mode].fetch(self._gather)
         train = self.mode == "train"
         if train and self._guard.close():

@@ -38,8 +38,9 @@ class StepGuard:
     def see(self, output: LossOutput, inputs: MicroBatch) -> None:
         """Takes in one micro-batch; keeps no graph, and waits for no device."""
         flags = bad_flags(output)
+        terms = {name: term.detach() for name, term in output.terms.items()}
         self._flags = flags if self._flags is None else self._flags + flags
-        self._seen.append((replace(output, loss=output.loss.detach(), terms={}, sources={}), inputs))
+        self._seen.append((replace(output, loss=output.loss.detach(), terms=terms, sources={}), inputs))
 
     def decide(
         self,
@@ -47,9 +48,12 @@ class StepGuard:
         step: int,
         gather: Callable[[list[Any]], list[Any]] | None,
         decode: Callable[[Tensor], str],
+        on_bad: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Looks at the whole step before its last backward pass: one small reduction, and one wait for the device.
+
+        `on_bad` is called on every process when something was found, before anything is raised.
 
         Raises:
             NonFiniteError: on every process alike, naming the first bad value; under skip after `max_skips` in a row.
@@ -59,6 +63,7 @@ class StepGuard:
         if not bool(flags.any()):
             self._in_a_row = 0
             return
+        on_bad()
         found = first_bad([output for output, _ in self._seen], accelerator.process_index)
         if found is not None:
             inputs = self._seen[found.micro_batch][1]
@@ -77,6 +82,11 @@ class StepGuard:
         self._drop = True
         if accelerator.is_main_process:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
+
+    @property
+    def step(self) -> list[tuple[LossOutput, MicroBatch]]:
+        """The micro-batches of the optimizer step under way."""
+        return self._seen
 
     def close(self) -> bool:
         """Ends the step; returns whether it is to be dropped."""

@@ -1,0 +1,233 @@
+"""
+What one PPO optimizer step costs in time and memory, relative to a GRPO one.
+
+    python benchmarks/ppo_cost.py              # the table; about 4 minutes on one core
+    python benchmarks/ppo_cost.py --rounds 1   # coarser, quicker
+
+The model is the toy with hidden size 256 and 4 layers, under LoRA (all linear layers, rank 32) in float32 on the CPU; 16 rows of 32
+prompt tokens and 64 completion tokens, 4 completions a prompt. Completions come from a fixed `rollout_func`, so no token is
+generated: generation costs both the same and would hide the difference.
+
+What is timed: everything from the start to the end of an optimizer step (`on_step_begin` to `on_step_end`): scoring, the passes of
+the rollout that the setting needs (old values, old log-probs, reference), GAE, forward, backward, clipping, optimizer. Where one
+rollout serves several steps, the mean over those steps, so that its passes are shared among them. Each variant runs in a fresh
+process, the variants take turns, and what is shown is the median over the rounds of the ratio within a round; in CPU seconds, which
+other work on the same cores disturbs less than wall seconds.
+
+What is counted as memory: tensors, as a GPU's peak of allocated memory would: parameters, buffers and optimizer state, and on top
+of them the peak of what torch allocates and has not freed during one step (torch.profiler's record of each allocation). The
+growth of the process (peak resident size less that before the trainer) stands beside it: it includes what the allocator keeps.
+
+Base parameters are counted by storage: policy, critic and reference use the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # the repository's root, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+ROWS, GENERATIONS, PROMPT, COMPLETION = 16, 4, 32, 64
+VARIANTS = ("grpo", "adapter", "shared", "model")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "TRL's defaults: on-policy, no reference, checkpointing": {"gradient_checkpointing": True},
+    "the same without checkpointing": {"gradient_checkpointing": False},
+    "KL to the reference, 4 steps a rollout, checkpointing": {
+        "gradient_checkpointing": True,
+        "kl_placement": "reward",
+        "kl_reward_coef": 0.02,
+        "kl_reward_level": "token",
+        "num_iterations": 4,
+    },
+}
+BOUNDS = {"adapter": (1.8, 1.2), "shared": (1.15, 1.1)}
+WARM, TIMED = 4, 8
+
+
+def fixed_completions(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The same random words for every rollout: nothing is generated."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, len(trainer.processing_class), (len(prompts), COMPLETION), generator=generator).tolist()
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": ids,
+        "logprobs": None,
+    }
+
+
+def spread_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Any rewards that differ."""
+    return [ids[0] / 10 for ids in completion_ids]
+
+
+def build(variant: str, settings: dict[str, Any], folder: str) -> Any:
+    """A trainer of the variant."""
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, PPOPlusConfig, PPOPlusTrainer
+    from trl_lossplus.toy import FILLERS, TOY_LORA, save_toy
+
+    words = FILLERS.split()
+    prompts = [" ".join(words[(start + i) % len(words)] for i in range(PROMPT)) for start in range(len(words))]
+    lora = {} if variant == "model" else {"peft_config": LoraConfig(**TOY_LORA)}
+    common: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "logging_steps": 1, "seed": 0, "num_generations": GENERATIONS, "per_device_train_batch_size": ROWS,
+        "max_completion_length": COMPLETION, "max_steps": WARM + TIMED, "learning_rate": 1e-5, **settings,
+    }  # fmt: skip
+    critic = {} if variant == "grpo" else {"critic": variant}
+    config, trainer = (GRPOPlusConfig, GRPOPlusTrainer) if variant == "grpo" else (PPOPlusConfig, PPOPlusTrainer)
+    return trainer(
+        model=save_toy(f"{folder}/toy", hidden_size=256, num_layers=4),
+        reward_funcs=spread_reward,
+        args=config(**common, **critic),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        rollout_func=fixed_completions,
+        **lora,
+    )
+
+
+def storages(tensors: Any) -> int:
+    """Bytes of the storages behind tensors, each counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def peak_of(profile: Any) -> int:
+    """The most bytes that were allocated at a time, beyond those at the start, in a torch.profiler record."""
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
+    """Runs one variant in this process: seconds a step, bytes, parameters."""
+    import torch
+    from transformers import TrainerCallback
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        trainer = build(variant, settings, folder)
+        at_once = trainer.args.num_iterations
+        cpu: list[float] = []
+        wall: list[float] = []
+        found: dict[str, float] = {}
+
+        class Clock(TrainerCallback):
+            profile: Any = None
+
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == WARM + TIMED - at_once:  # the last rollout is for memory, not for time
+                    found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+                    self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+                    self.profile.__enter__()
+                self.started = time.process_time(), time.perf_counter()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if self.profile is not None:
+                    self.profile.__exit__(None, None, None)
+                    found["peak"] = peak_of(self.profile)
+                    control.should_training_stop = True
+                elif state.global_step > WARM:
+                    cpu.append(time.process_time() - self.started[0])
+                    wall.append(time.perf_counter() - self.started[1])
+
+        trainer.add_callback(Clock())
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the trainer prints each step
+        trainer.train()
+        sys.stdout = sys.__stdout__
+        module = trainer.model
+        state = [v for s in trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        held = storages([*module.parameters(), *module.buffers(), *state])
+        if trainer.ref_model is not None:
+            held += storages([*trainer.ref_model.parameters()])
+
+        def a_step(seconds: list[float]) -> float:
+            """Median over rollouts of the mean over each rollout's steps."""
+            return statistics.median(
+                sum(seconds[i : i + at_once]) / at_once for i in range(0, len(seconds) - at_once + 1, at_once)
+            )
+
+        return {
+            "cpu": a_step(cpu),
+            "wall": a_step(wall),
+            "memory": held + found["peak"],
+            "held": held,
+            "grown": found["grown"],
+            "frozen": sum(p.numel() for p in module.parameters() if not p.requires_grad),
+            "trained": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        }
+
+
+def in_a_process(variant: str, settings: dict[str, Any]) -> dict[str, float]:
+    """`measure` in a fresh process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    words = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps([variant, settings])]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def table(title: str, rounds: list[dict[str, dict[str, float]]]) -> list[str]:
+    """The lines of one setting: medians, and ratios to GRPO."""
+
+    def median(variant: str, name: str) -> float:
+        return statistics.median(done[variant][name] for done in rounds)
+
+    def ratio(variant: str, name: str) -> float:
+        return statistics.median(done[variant][name] / done["grpo"][name] for done in rounds)
+
+    lines = [
+        title,
+        f"  {'':8} {'CPU s':>7} {'x GRPO':>7} {'wall':>7}  {'MB':>6} {'x GRPO':>7} {'grown':>7}  {'frozen':>9} {'trained':>9}",
+    ]
+    for variant in rounds[0]:
+        row = [
+            f"  {variant:8} {median(variant, 'cpu'):7.3f} {ratio(variant, 'cpu'):7.2f} {ratio(variant, 'wall'):7.2f}",
+            f"{median(variant, 'memory') / 1e6:6.1f} {ratio(variant, 'memory'):7.2f} {ratio(variant, 'grown'):7.2f}",
+            f"{median(variant, 'frozen'):9.0f} {median(variant, 'trained'):9.0f}",
+        ]
+        lines.append("  ".join(row))
+    return lines
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--variants", nargs="+", default=["grpo", "adapter", "shared"], choices=VARIANTS)
+    parser.add_argument("--only", type=int, help="the setting of this number alone")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.worker:
+        print(json.dumps(measure(*json.loads(words.worker))))
+        return 0
+    for number, (title, settings) in enumerate(SETTINGS.items()):
+        if words.only not in (None, number):
+            continue
+        rounds = [{variant: in_a_process(variant, settings) for variant in words.variants} for _ in range(words.rounds)]
+        print("\n".join(table(title, rounds)), flush=True)
+    print("bounds (issue 3): " + "; ".join(f"{name} {time_}x time, {memory}x memory" for name, (time_, memory) in BOUNDS.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""
+The launches that the README names, on two real processes: the weights of one process, checkpoints, failures.
+
+What runs is the shipped accelerate file through `accelerate launch`; launches.py says what is changed in it for a CPU. Marked
+nightly: all cells of docs/launches.md. `make test` has the launches that split parameters, for the rest see test_two_processes.py.
+"""
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+import yaml
+from cells import CASES, KL, PPO, all_cells, case
+from compare import faults, judge, relative, weights
+from launches import ACCELERATE, CONFIGS, HERE, LAUNCHES, ROOT, command, cpu_form, free_port, last_lines, run_cells, start
+
+DISTRIBUTED = [name for name in LAUNCHES if name != "single"]
+CELLS = {cell["name"]: cell for cell in [*all_cells(), *(cell for cells in CASES.values() for cell in cells)]}
+QUICK = ["GRPO_full_KL", "PPO_adapter_critic_LoRA_KL", "PPO_model_critic_LoRA_beta0", "A9", "F9", "I6"]
+
+
+class Results:
+    """Runs cells once a launch; the single process's are run when they are first compared with."""
+
+    def __init__(self, toy, folder):
+        self.toy, self.folder, self.done = toy, folder, set()
+
+    def run(self, launch, cells, timeout=1500):
+        left = [cell for cell in cells if (launch, cell["name"]) not in self.done]
+        self.done |= {(launch, cell["name"]) for cell in left}
+        for name, result in run_cells(launch, left, self.folder / launch, self.toy, timeout=timeout).items():
+            if "error" in result:
+                (self.folder / launch / f"{name}.error").write_text(result["error"])
+
+    def judged(self, launch, cells):
+        self.run("single", cells)
+        self.run(launch, cells)
+        return {cell["name"]: judge(launch, cell["name"], self.folder) for cell in cells}
+
+    def facts(self, launch, name):
+        return json.loads((self.folder / launch / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results(toy, tmp_path_factory):
+    return Results(toy, tmp_path_factory.mktemp("launches"))
+
+
+def all_right(rows):
+    wrong = {name: faults(row) for name, row in rows.items() if faults(row)}
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["ZeRO-3", "FSDP2"])
+def test_split_parameters_give_one_process_s_weights(results, launch):
+    """Full and LoRA, KL, critics, a reference that follows, resuming, saving: where each process holds a part of the parameters."""
+    all_right(results.judged(launch, [CELLS[name] for name in QUICK]))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("launch", DISTRIBUTED)
+def test_every_cell_of_the_matrix(results, launch):
+    """docs/launches.md: algorithm x method x KL and the cases A3, A7, A9, D1, D5, E7, F9, I6, for each launch."""
+    all_right(results.judged(launch, list(CELLS.values())))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launch", DISTRIBUTED)
+def test_a7_e7_f9_say_more_than_equal_weights(results, launch):
+    """A7, E7: one result whatever the micro-batches. F9: policy and critic both changed in one step. D5: the KL is pooled."""
+    cells = [cell for name in ("A7", "E7", "F9", "D5") for cell in CASES[name]]
+    all_right(results.judged(launch, cells))
+    for name in ("A7", "E7"):
+        found = [weights(results.folder / launch / cell["name"] / "weights.pt") for cell in CASES[name]]
+        first = weights(results.folder / "single" / CASES[name][0]["name"] / "start.pt")
+        assert all(relative(one, found[0], first) < 1e-4 for one in found[1:])
+    before, after = (weights(results.folder / launch / "F9" / f"{name}.pt") for name in ("start", "weights"))
+    for role in ("lora_B.default", "lora_B.critic", "lora_value_head"):
+        assert max((before[name] - after[name]).abs().max().item() for name in after if role in name) > 1e-4
+    pooled = [entry["kl_rollout"] for entry in results.facts("single", "D5")["log"]]
+    assert [entry["kl_rollout"] for entry in results.facts(launch, "D5")["log"]] == pytest.approx(pooled, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_processes_without_signal_finish_with_equal_weights(results):
+    """A process with masked rows only, with flat groups only (kept, dropped), and a metric that one process alone logs."""
+    cells = [cell for name in ("A3", "D5", "masked", "flat", "flat_dropped", "metric_on_one") for cell in CASES[name]]
+    all_right(results.judged("DDP", cells))
+
+
+@pytest.mark.slow
+def test_collectives_that_we_add(results):
+    """At most 3 an optimizer step beside TRL's, whatever the number of micro-batches."""
+    cells = [
+        {**case(f"count_{name}_{n}", rows=16 // n, gradient_accumulation_steps=n, **settings), "count": True}
+        for name, settings in (("grpo", {"num_generations": 2}), ("kl", {"num_generations": 2, **KL}), ("ppo", PPO))
+        for n in (2, 8)
+    ]
+    results.run("DDP", cells)
+    for name in ("grpo", "kl", "ppo"):
+        few, many = (results.facts("DDP", f"count_{name}_{n}")["collectives"]["ours"] for n in (2, 8))
+        assert few == many, name
+        assert all(len(calls) <= 3 for calls in few.values()), (name, few)
+
+
+@pytest.mark.slow
+def test_sigkill_in_the_middle_of_a_step_and_resume(results):
+    """One process killed between two micro-batches ends both; resumed from the last checkpoint, the run ends as if uninterrupted."""
+    cell = {**CELLS["PPO_adapter_critic_LoRA_KL"], "name": "killed", "resume": None, "kill": 2}
+    began = time.time()
+    results.run("DDP", [cell])
+    assert (results.folder / "DDP" / "killed.error").exists()
+    assert time.time() - began < 120
+    checkpoint = results.folder / "DDP" / "killed" / "checkpoint-2"
+    again = {**CELLS["PPO_adapter_critic_LoRA_KL"], "name": "after_the_kill", "resume": None, "from": str(checkpoint)}
+    whole = {**CELLS["PPO_adapter_critic_LoRA_KL"], "name": "not_killed", "resume": None}
+    results.run("DDP", [again, whole])
+    resumed, uninterrupted = (weights(results.folder / "DDP" / name / "weights.pt") for name in ("after_the_kill", "not_killed"))
+    assert all(resumed[name].equal(value) for name, value in uninterrupted.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["DDP"])
+def test_a_reward_that_raises_on_one_process_ends_all(results, launch):
+    """Within a minute of the error no process is left, and the message stands in the output once."""
+    cell = {**case("raises", reward="failing"), "name": "raises"}
+    folder = results.folder / launch
+    folder.mkdir(exist_ok=True)
+    (folder / "job.json").write_text(json.dumps({"launch": launch, "folder": str(folder), "toy": results.toy, "cells": [cell]}))
+    run = start(command(launch, folder, HERE / "worker.py", folder / "job.json"), folder / "raises.txt")
+    raised = None
+    while run.process.poll() is None and time.time() - run.started < 200:
+        if raised is None and "ValueError: the reward function cannot go on" in run.text():
+            raised = time.time()
+        time.sleep(0.1)
+    ended = time.time()
+    run.kill()
+    assert run.process.returncode not in (None, 0)
+    assert ended - (raised or ended) < 60
+    assert run.text().count("ValueError: the reward function cannot go on") == 1
+
+
+def test_what_is_changed_for_the_cpu(tmp_path):
+    """The CPU form of a shipped file differs in the number of processes and the list of GPUs alone."""
+    for name, _ in LAUNCHES.values():
+        shipped = yaml.safe_load((CONFIGS / name).read_text())
+        derived = yaml.safe_load(cpu_form(name, tmp_path).read_text())
+        assert {key: value for key, value in shipped.items() if key not in ("gpu_ids", "num_processes")} == {
+            key: value for key, value in derived.items() if key not in ("gpu_ids", "num_processes")
+        }
+
+
+def test_shipped_files():
+    """Each is for GPUs (but cpu.yaml), leaves precision to the training arguments, and has a comment that says how to start it."""
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        text, settings = path.read_text(), yaml.safe_load(path.read_text())
+        assert f"accelerate_configs/{path.name}" in text, path.name
+        assert settings["use_cpu"] is (path.name == "cpu.yaml")
+        assert settings["mixed_precision"] == "no"
+        assert "gradient_accumulation_steps" not in settings.get("deepspeed_config", {})
+
+
+STEP_LINE = re.compile(r"^step \d.*$", re.M)
+
+
+def recipe_lines(launch, folder, words):
+    """What the recipe printed for each step, and the line that says how many processes trained together."""
+    run = start(command(launch, folder, HERE / "recipe.py", launch, ROOT / "recipes" / "grpo.py", *words), folder / "recipe.txt")
+    run.wait(240)
+    text = run.text()
+    assert "processes: 2 " in text, last_lines(text)
+    return [re.sub(r"\d+\.\d s.*", "", line) for line in STEP_LINE.findall(text)]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", ["full", "LoRA"])
+def test_the_recipe_prints_the_same_steps_under_every_launch(tmp_path, method):
+    """The toy through recipes/grpo.py, with real generation: the first three steps as printed, under each shipped file."""
+    lora = ["--use_peft", "true", "--lora_target_modules", "all-linear"] if method == "LoRA" else []
+    words = ["--max_steps", "3", "--beta", "0.02", "--per_device_train_batch_size", "16", *lora]
+    found = {}
+    for launch in DISTRIBUTED:
+        folder = tmp_path / launch
+        folder.mkdir()
+        found[launch] = recipe_lines(launch, folder, [*words, "--output_dir", str(folder / "out")])
+    assert len(found["DDP"]) == 3
+    assert all(lines == found["DDP"] for lines in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_two_machines(tmp_path, toy):
+    """multi_node.yaml: the same command with machine_rank 0 and 1, one process each, trains two processes together."""
+    port = free_port()
+    cell = case("multi_node")
+    runs = []
+    for machine in (0, 1):
+        settings = {**yaml.safe_load((CONFIGS / "multi_node.yaml").read_text()), "num_processes": 2}
+        settings.pop("gpu_ids")
+        (tmp_path / "multi_node.yaml").write_text(yaml.safe_dump(settings))
+        job = {"launch": "DDP", "folder": str(tmp_path), "toy": toy, "cells": [cell]}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        words = [*ACCELERATE, "--config_file", str(tmp_path / "multi_node.yaml"), "--machine_rank", str(machine)]
+        words += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+        words += [str(HERE / "worker.py"), str(tmp_path / "job.json")]
+        runs.append(start(words, tmp_path / f"machine{machine}.txt"))
+    for run in runs:
+        run.wait(200)
+    facts = json.loads((tmp_path / "multi_node.json").read_text())
+    assert facts["processes"] == 2
+    assert facts["wrapped"] == "DistributedDataParallel"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its Adam")
+@pytest.mark.timeout(900)
+def test_offload_trains(tmp_path):
+    """deepspeed_zero2_offload.yaml: DeepSpeed's Adam on the CPU gives the rewards and losses of torch's, as printed."""
+    words = ["--max_steps", "3", "--per_device_train_batch_size", "16"]
+    found = {}
+    for launch, file in (("DDP", "multi_gpu.yaml"), ("ZeRO-2", "deepspeed_zero2_offload.yaml")):
+        folder = tmp_path / launch
+        folder.mkdir()
+        words_here = [*ACCELERATE, "--config_file", str(cpu_form(file, folder)), "--main_process_port", str(free_port())]
+        words_here += [
+            str(HERE / "recipe.py"),
+            launch,
+            str(ROOT / "recipes" / "grpo.py"),
+            *words,
+            "--output_dir",
+            str(folder / "out"),
+        ]
+        run = start(words_here, folder / "recipe.txt")
+        run.wait(600)
+        found[launch] = STEP_LINE.findall(run.text())
+        assert len(found[launch]) == 3, last_lines(run.text())
+    for one, two in zip(found["DDP"], found["ZeRO-2"], strict=True):
+        assert one.split("grad")[0] == two.split("grad")[0]

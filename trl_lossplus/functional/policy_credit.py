@@ -1,0 +1,135 @@
+"""
+Policy objectives that weigh tokens by what follows them (FIPO), or completions by their group (REAL), and one with a quadratic
+penalty (DRO). Notation and shapes as in policy.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masking import group_rows, group_sums, row_means, select
+from .policy import PolicyTerm, ppo_clip
+
+
+def dro(log_ratio: Tensor, advantages: Tensor, logps: Tensor, *, beta: float = 0.1) -> PolicyTerm:
+    """
+    -(A logp - beta / 2 (log r)^2): the policy gradient with a quadratic pull towards the old policy, no ratio anywhere.
+
+    Args:
+        log_ratio, logps: (B, T), connected. advantages: (B, T) or (B, 1). beta: > 0.
+
+    Source: DRO (2405.19107) eq. 6 and Kimi k1.5 (2501.12599) eq. 3, where logp and log r are those of whole completions; token by
+    token here, as in verl's dro and ROLL's kimi15. verl has no default for beta; ROLL's is .1.
+    """
+    return PolicyTerm(-(advantages * logps - 0.5 * beta * log_ratio**2), {"dro_penalty": 0.5 * beta * log_ratio.detach() ** 2})
+
+
+def discounted_tail(x: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """
+    sum over s >= t of gamma^(tokens from t to s) x_s over each row's valid tokens: (B, T), 0 on masked positions.
+
+    Masked tokens are passed over: gamma counts valid tokens. In log2(T) steps, each joining two neighbouring spans.
+    """
+    total = select(x, mask)
+    decay = torch.where(mask, torch.full_like(total, gamma), torch.ones_like(total))
+    span, length = 1, x.shape[-1]
+    while span < length:  # total covers [t, t + span), decay is the discount over it
+        decay = decay[:, : length - span]
+        total = torch.cat([torch.addcmul(total[:, :-span], decay, total[:, span:]), total[:, -span:]], -1)
+        decay = decay[:, :-span] * decay[:, span:]
+        span *= 2
+    return select(total, mask)
+
+
+def future_weights(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    decay_rate: float = 32.0,
+    clip_range: float | None = 0.2,
+    clip_high_only: bool = True,
+    safety_threshold: float | None = 4.0,
+    delta: float | None = None,
+) -> Tensor:
+    """
+    FIPO's weights exp(F_t), bounded; F_t = sum over s >= t of 2^(-(s - t) / decay_rate) log r_s: (B, T), no gradient.
+
+    Args:
+        log_ratio: (B, T), bounded. decay_rate: tokens after which a later token counts half.
+        clip_range: bounds the weight to [1 - clip_range, 1 + clip_range], or [1, 1 + clip_range] with `clip_high_only`; None: no
+            bound.
+        safety_threshold: where A < 0 and the ratio is above it, the weight is bounded to [.8, 1]; None: nowhere.
+        delta: tokens whose ratio is above it are left out of F; None: none.
+    """
+    d = log_ratio.detach()
+    ratio = d.exp()
+    counted = d if delta is None else select(d, ratio <= delta)
+    weights = discounted_tail(counted, mask, 2.0 ** (-1.0 / decay_rate)).clamp(-20.0, 20.0).exp()
+    if clip_range is not None:
+        weights = weights.clamp(1.0 if clip_high_only else 1.0 - clip_range, 1.0 + clip_range)
+    if safety_threshold is not None:
+        weights = torch.where((advantages < 0) & (ratio > safety_threshold), weights.clamp(0.8, 1.0), weights)
+    return weights
+
+
+def fipo(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    decay_rate: float = 32.0,
+    clip_range: float | None = 0.2,
+    clip_high_only: bool = True,
+    safety_threshold: float | None = 4.0,
+) -> PolicyTerm:
+    """
+    PPO's clipped loss times sg(f): a token counts more where the tokens after it are being reinforced.
+
+    Args:
+        log_ratio: (B, T), bounded, connected. The rest: see `future_weights` and `policy.ppo_clip` (delta acts in both).
+
+    Source: FIPO (2603.19835), with the names and defaults of ms-swift. There a masked token inside a row (a tool's) still ages
+    the ones behind it; here only the policy's own tokens count.
+    """
+    options = {"clip_range": clip_range, "clip_high_only": clip_high_only, "safety_threshold": safety_threshold}
+    weights = future_weights(log_ratio, advantages, mask, decay_rate=decay_rate, delta=delta, **options)  # type: ignore[arg-type]
+    term = ppo_clip(log_ratio.exp(), advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
+    return PolicyTerm(term.per_token * weights, {**term.stats, "fipo_weight": weights})
+
+
+def real(token_log_ratio: Tensor, advantages: Tensor, mask: Tensor, group_ids: Tensor, *, tau: float = 0.5) -> PolicyTerm:
+    """
+    log(1 + sum over good rows of e^(-s / tau)) + log(1 + sum over the others of e^(s / tau)) of each group, s a row's mean log r.
+
+    Args:
+        token_log_ratio: (B, T), connected. advantages: (B, T) or (B, 1): only the sign of a row's mean is read, > 0 is good.
+        mask: (B, T) bool; rows without valid tokens belong to no group. group_ids: (B,): every group must be whole.
+
+    Returns:
+        `PolicyTerm` of (B, 1): its group's loss for each row, so that the mean over rows is that over groups of one size. A group
+        without rows on both sides gives 0. At ratio 1 the gradient of a group's loss at a token is -+1 / (tau (1 + n) length), n
+        the rows on its side: bounded by 1 / tau, and blind to the size of A.
+
+    Source: REAL, "Rewards as Labels" (2602.05630), as in ms-swift.
+    """
+    rows = mask.any(-1)
+    score = row_means(token_log_ratio, mask) / tau
+    good = rows & (row_means(advantages.expand(mask.shape), mask) > 0)
+    bad = rows & ~good
+    groups = group_rows(group_ids)
+
+    def side(x: Tensor, members: Tensor) -> Tensor:
+        """log(1 + sum of e^x over the group's members), shifted by the group's largest x: (groups,)."""
+        peak = torch.zeros(groups.num, dtype=x.dtype, device=x.device)
+        peak = peak.scatter_reduce(0, groups.rows, select(x.detach(), members), "amax")
+        terms = select(torch.exp(torch.where(members, x - peak[groups.rows], torch.zeros_like(x))), members)
+        return torch.log(torch.exp(-peak) + group_sums(terms, groups)) + peak
+
+    both = (group_sums(good.long(), groups) > 0) & (group_sums(bad.long(), groups) > 0)
+    loss = select(side(-score, good) + side(score, bad), both)[groups.rows]
+    return PolicyTerm(select(loss, rows).unsqueeze(-1), {"real_groups": both[groups.rows].float().unsqueeze(-1)})

@@ -1,0 +1,194 @@
+"""`trl-lossplus snapshot show|diff` and `trl-lossplus replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..functional.errors import LossPlusError, unknown_name
+from ..spec import LossSpec
+from .diff import Difference, diff
+from .replay import Replay, replay
+from .store import Snapshot
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _value(text: str) -> Any:
+    """A flag's value as YAML reads it: numbers, booleans and null as themselves, the rest as text (1e-3 too is a number)."""
+    try:
+        return float(text) if "e" in text.lower() and text[:1].isdigit() else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def spec_changes(words: Sequence[str]) -> list[tuple[str, list[Any]]]:
+    """
+    `--field value` pairs; a value with commas is a list of values to sweep over.
+
+    Raises:
+        LossPlusError: a word that is no flag, a flag without a value, or no field of LossSpec.
+    """
+    known = {item.name for item in fields(LossSpec)}
+    changes: list[tuple[str, list[Any]]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise LossPlusError(f"{word!r}: expected --field value.")
+        name, _, value = word[2:].replace("-", "_").partition("=")
+        if name not in known:
+            raise unknown_name("LossSpec field", name, known)
+        if not value:
+            if not rest:
+                raise LossPlusError(f"--{name} needs a value after it.")
+            value = rest.pop(0)
+        changes.append((name, [_value(part) for part in value.split(",")]))
+    return changes
+
+
+def describe(found: Difference) -> str:
+    """A difference as text: headline, settings, tensors in the order of the data flow, the update, the tokens."""
+    lines = [found.headline]
+    if found.settings:
+        lines += ["", "settings", *(f"  {name}: {old!r} -> {new!r}" for name, (old, new) in found.settings.items())]
+    for title, changes in (("inputs", found.inputs), ("outputs", found.outputs)):
+        if changes:
+            rows = [["tensor", "differs in", "largest", "positions", "first at (micro-batch, row, token)"]]
+            rows += [[c.name, c.how, f"{c.largest:.4g}", str(c.positions), str(c.where)] for c in changes]
+            lines += ["", title, *(f"  {line}" for line in _table(rows).splitlines())]
+    if found.update:
+        rows = [["update", "A", "B"], *([name, f"{a:.6g}", f"{b:.6g}"] for name, (a, b) in found.update.items())]
+        rows.append(["gradient cosine", f"{found.cosine:.6f}", ""])
+        lines += ["", *_table(rows).splitlines()]
+    if found.tokens:
+        rows = [["row", "token", "change of the policy loss", "completion"]]
+        rows += [[str(t["row"]), str(t["token"]), f"{t['change']:.4g}", t.get("completion", "")[:60]] for t in found.tokens]
+        lines += ["", *_table(rows).splitlines()]
+    return "\n".join(lines)
+
+
+def snapshot_main(argv: Sequence[str]) -> int:
+    """
+    `snapshot show A` or `snapshot diff A B [--rank N] [--json]`.
+
+    Returns:
+        0 (equal), or 1 where a diff found something. Raises LossPlusError for what cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="trl-lossplus snapshot", description="Looks at snapshots, or compares two.")
+    parser.add_argument("action", choices=("show", "diff"))
+    parser.add_argument("folders", nargs="+", help="one folder to show, two to compare")
+    parser.add_argument("--rank", type=int, default=0, help="whose part to read (default 0)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    arguments = parser.parse_args(list(argv))
+    wanted = 1 if arguments.action == "show" else 2
+    if len(arguments.folders) != wanted:
+        raise LossPlusError(f"snapshot {arguments.action} takes {wanted} folder(s), and got {len(arguments.folders)}.")
+    loaded = [Snapshot.load(folder, arguments.rank) for folder in arguments.folders]
+    if arguments.action == "show":
+        (one,) = loaded
+        shown = {"facts": one.facts, "rows": one.rows, "micro_batches": len(one.micro), "loss": one.loss, "terms": one.terms}
+        print(json.dumps(shown | {"spec": asdict(one.spec)}, indent=1))
+        return 0
+    found = diff(loaded[0], loaded[1])
+    print(json.dumps(asdict(found), indent=1) if arguments.json else describe(found))
+    return 0 if found.same else 1
+
+
+def _row(label: str, result: Replay, original: Replay) -> list[str]:
+    clip = result.stats.get("clip_ratio/region_mean", result.stats.get("cispo_clip_ratio", math.nan))
+    terms = " ".join(f"{name} {value:+.5f}" for name, value in result.terms.items())
+    return [label, f"{result.loss:+.6f}", terms, f"{clip:.2%}", f"{result.gradient_norm:.5g}", f"{result.cosine(original):+.4f}"]
+
+
+def _moved_tokens(snapshot: Snapshot, result: Replay, original: Replay, count: int = 5) -> list[str]:
+    """The tokens whose gradient grew and fell most, as text."""
+    lines = []
+    change = (result.gradient.abs() - original.gradient.abs()).cpu()
+    sizes = [gradient.numel() for gradient in result.gradients]
+    for word, order in (("gain", change.topk(min(count, len(change)))), ("lose", (-change).topk(min(count, len(change))))):
+        for value, flat in zip(order.values.tolist(), order.indices.tolist(), strict=True):
+            if value <= 0:
+                continue
+            micro = 0
+            while flat >= sizes[micro]:
+                flat -= sizes[micro]
+                micro += 1
+            row, token = divmod(flat, result.gradients[micro].shape[1])
+            number = row + sum(len(gradient) for gradient in result.gradients[:micro])
+            texts = snapshot.texts.get("completion", [])
+            text = texts[number][:60] if number < len(texts) else ""
+            lines.append(f"  {word}: row {number} token {token} by {value:.4g}  {text!r}")
+    return lines
+
+
+def replay_main(argv: Sequence[str]) -> int:
+    """
+    `replay SNAPSHOT [--config FILE] [--field value[,value...] ...] [--rank N] [--plot FILE]`.
+
+    Prints a table of the snapshot's own loss and of each variant. Raises LossPlusError for bad input.
+    """
+    parser = argparse.ArgumentParser(
+        prog="trl-lossplus replay",
+        description="A snapshot's tensors under another loss. Further flags are fields of the loss; commas sweep.",
+    )
+    parser.add_argument("snapshot")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--config", help="YAML of fields of the loss")
+    parser.add_argument("--plot", help="write a plot of loss, clip fraction and cosine over the variants to this file")
+    arguments, words = parser.parse_known_args(list(argv))
+    snapshot = Snapshot.load(arguments.snapshot, arguments.rank)
+    base = snapshot.spec
+    if arguments.config:
+        base = LossSpec.from_dict({**asdict(base), **(yaml.safe_load(Path(arguments.config).read_text()) or {})})
+    changes = spec_changes(words)
+    original = replay(snapshot)
+    rows = [["loss", "value", "terms", "clipped", "gradient norm", "cosine"], _row("as it was", original, original)]
+    variants: list[tuple[str, Replay]] = []
+    for values in product(*(options for _, options in changes)):
+        chosen = dict(zip((name for name, _ in changes), values, strict=True))
+        label = ", ".join(f"{name} {value}" for name, value in chosen.items()) or "as the file says"
+        if chosen or arguments.config:
+            variants.append((label, replay(snapshot, replace(base, **chosen))))
+    rows += [_row(label, result, original) for label, result in variants]
+    print(_table(rows))
+    if len(variants) == 1:
+        print("\n".join(_moved_tokens(snapshot, variants[0][1], original)))
+    if arguments.plot:
+        plot(variants or [("as it was", original)], original, arguments.plot)
+    return 0
+
+
+def plot(variants: Sequence[tuple[str, Replay]], original: Replay, path: str) -> None:
+    """Loss, clip fraction and cosine to the original over the variants, as an image. Raises LossPlusError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise LossPlusError("--plot needs matplotlib: pip install 'trl-lossplus[report]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 7), layout="constrained")
+    labels = [label for label, _ in variants]
+    series = (
+        ("loss", [result.loss for _, result in variants]),
+        ("clip fraction", [result.stats.get("clip_ratio/region_mean", math.nan) for _, result in variants]),
+        ("cosine to the original", [result.cosine(original) for _, result in variants]),
+    )
+    for axis, (title, values) in zip(axes, series, strict=True):
+        axis.plot(labels, values, marker="o")
+        axis.set_ylabel(title)
+    axes[-1].tick_params(axis="x", rotation=30)
+    figure.savefig(path)
+    pyplot.close(figure)
