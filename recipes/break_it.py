@@ -16,6 +16,7 @@ import logging
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 
 from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, PPOPlusConfig, PPOPlusTrainer, register_policy_loss
 from trl_lossplus.diagnostics.doctor import diagnose, line
@@ -271,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
+    disable_progress_bar()
     wrong = []
     for name in args.only:
         run, started = RUNS[name], time.time()

@@ -32,8 +32,9 @@ TOY_PPO: dict[str, Any] = {
     "num_generations": 1,
     "num_iterations": 4,
     "learning_rate": 5e-4,
-    "critic_learning_rate": 2e-3,
+    "critic_learning_rate": 1e-3,
     "vf_coef": 0.5,
+    "gae_lambda": 0.8,
     "max_steps": 400,
 }
 """Training arguments with which the toy is learned by PPO with a critic of its own, but for the number of rows."""

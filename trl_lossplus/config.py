@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
-from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
+from .resolve import ESTIMATOR_FIELDS, TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
 from .spec import CHOICES, LossSpec
 
 TRL_CHOICES = {
@@ -78,6 +78,15 @@ class GRPOPlusConfig(GRPOConfig):
         "fipo: above this ratio a token with a negative advantage gets a weight of at most 1. None: off.", 4.0
     )
     real_tau: float = option("real: temperature of the classification.", 0.5)
+    f_norm: float = option("advantage_estimator gpg: constant divisor.", 1.0)
+    alpha_from: str = option(
+        "advantage_estimator gpg: which rows carry a gradient, and so count in alpha: spread (those of groups with two different "
+        "rewards) or nonzero (those with a reward other than 0).",
+        "spread",
+    )
+    handle_zero_tail: bool = option(
+        "advantage_estimator optimal_token_baseline: no baseline where the longest completion of a group goes on alone.", False
+    )
     rollout_rs: str | None = option(
         "Rejection of tokens on which sampler and policy differ, by one statistic or several with commas: token_k1, token_k2, token_k3, "
         "seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3. None: no rejection."
@@ -140,9 +149,7 @@ class GRPOPlusConfig(GRPOConfig):
     snapshot_rows: int = option("Rows of a step that a snapshot keeps a process; the rest is left out, and counted in it.", 512)
 
     default_estimator = "grpo"
-    not_supplied = frozenset(
-        {"values", "old_values", "returns", "token_weights", "lengths", "reward_baselines", "sum_pi_squared"}
-    )
+    not_supplied = frozenset({"values", "old_values", "returns", "lengths", "reward_baselines", "sum_pi_squared"})
     # What the trainer does not act on yet: fields, and traits of objectives.
     not_wired = frozenset({"rollout_rs", "rollout_is_batch_normalize", "whole_groups", "select"})
 
@@ -166,6 +173,7 @@ class GRPOPlusConfig(GRPOConfig):
         spec = self.loss_spec()
         super().__post_init__()
         self._check_windows(spec)
+        self._check_micro_batches(spec)
         if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:
             raise LossPlusError(
                 f"kl_horizon={spec.kl_horizon:g} is too short for rollouts of {self.generation_batch_size} completions: the coefficient "
@@ -239,28 +247,28 @@ class GRPOPlusConfig(GRPOConfig):
                 f"{', '.join(sorted(readers[tensor]))} reads {tensor} {shape}, made by {maker}; a {type(self).__name__} has "
                 f"no such thing. {remedy}"
             )
-        self._check_wired(spec)
-
-    def _check_wired(self, spec: LossSpec) -> None:
-        """What the tensor functions can do and this trainer does not ask them for."""
         entry = POLICY_LOSSES.get(spec.policy_loss)
         for name in ("rollout_rs", "rollout_is_batch_normalize"):
             if getattr(spec, name) and name in self.not_wired and name not in entry.options:
                 raise LossPlusError(f"{name}={getattr(spec, name)!r}: {type(self).__name__}'s trainer does not act on it (yet).")
-        if "whole_groups" in entry.traits and (
-            "whole_groups" in self.not_wired or self.per_device_train_batch_size % cast(int, self.num_generations)
-        ):
+
+    def _check_micro_batches(self, spec: LossSpec) -> None:
+        """What an objective needs of the micro-batches: whole groups, or the whole optimizer step."""
+        entry = POLICY_LOSSES.get(spec.policy_loss)
+        apart = "whole_groups" in self.not_wired
+        if "whole_groups" in entry.traits and (apart or self.per_device_train_batch_size % cast(int, self.num_generations)):
             raise LossPlusError(
                 f"policy_loss={spec.policy_loss!r} compares the completions of a prompt inside the loss, so every micro-batch must hold "
-                f"whole groups: per_device_train_batch_size ({self.per_device_train_batch_size}) must be a multiple of num_generations "
+                f"whole groups: per_device_train_batch_size={self.per_device_train_batch_size} must be a multiple of num_generations "
                 f"({self.num_generations}), and the trainer must keep groups together"
-                + (", which this one does not (yet)." if "whole_groups" in self.not_wired else ".")
+                + (", which this one does not (yet)." if apart else ".")
             )
-        whole_step = self.gradient_accumulation_steps == 1 and self.steps_per_generation in (None, 1)
-        if entry.select is not None and "select" in self.not_wired and not whole_step:
+        split = self.gradient_accumulation_steps > 1 or self.world_size > 1
+        if entry.select is not None and "select" in self.not_wired and split:
             raise LossPlusError(
                 f"policy_loss={spec.policy_loss!r} chooses tokens over the whole optimizer step, and this trainer hands the loss one "
-                "micro-batch at a time: set gradient_accumulation_steps to 1, and use one process."
+                f"micro-batch at a time: set gradient_accumulation_steps (now {self.gradient_accumulation_steps}) to 1, and use one "
+                f"process (now {self.world_size})."
             )
 
     def _check_windows(self, spec: LossSpec) -> None:
@@ -316,6 +324,7 @@ class GRPOPlusConfig(GRPOConfig):
         """Options of the advantage estimator that the fields set; eps as in TRL."""
         spec = self.loss_spec()
         reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
-        options = {"scale_rewards": spec.scale_rewards, "eps": 1e-4 if spec.advantage_estimator in ("grpo", "gdpo") else 1e-6}
-        options |= {name: getattr(spec, name) for name in ("gamma", "gae_lambda", "gae_lambda_critic")}
+        options: dict[str, Any] = {"scale_rewards": spec.scale_rewards}
+        options |= {"eps": 1e-4} if spec.advantage_estimator in ("grpo", "gdpo") else {}
+        options |= {name: getattr(spec, name) for name in ("gamma", "gae_lambda", "gae_lambda_critic", *ESTIMATOR_FIELDS)}
         return {name: value for name, value in options.items() if name in reads}

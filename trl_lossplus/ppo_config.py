@@ -28,7 +28,7 @@ class PPOPlusConfig(GRPOPlusConfig):
     """
 
     default_estimator = "gae"
-    not_supplied = frozenset({"token_weights"})
+    not_supplied = frozenset({"lengths", "reward_baselines", "sum_pi_squared"})
 
     num_generations: int | None = option("Completions a prompt, from 1.", 1)
     critic: str | None = option(

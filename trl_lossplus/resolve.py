@@ -23,6 +23,7 @@ OBJECTIVE_FIELDS = (
 )  # fmt: skip
 # Of these, the ones that are handed to the spec as they are.
 PLAIN_FIELDS = tuple(OBJECTIVE_FIELDS[OBJECTIVE_FIELDS.index("is_ratio_min") :])
+ESTIMATOR_FIELDS = ("f_norm", "alpha_from", "handle_zero_tail")
 ENTROPY_FIELDS = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 # TRL's loss_type: our objective and aggregation.
 TRL_LOSS_TYPES = {
@@ -35,6 +36,12 @@ TRL_LOSS_TYPES = {
     "luspo": ("ppo_clip", "seq_mean_token_sum"),
     "vespo": ("vespo", "token_mean"),
 }
+
+
+def _cov_seed(args: GRPOPlusConfig, policy_loss: str) -> int:
+    """The seed of the draw among tokens: the run's, where the objective draws and none is given."""
+    draws = "cov_seed" in POLICY_LOSSES.get(policy_loss).options
+    return args.cov_seed if args.cov_seed is not None else args.seed if draws else 0
 
 
 def resolve_policy(args: GRPOPlusConfig) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def resolve_policy(args: GRPOPlusConfig) -> dict[str, Any]:
         "clip_ratio_c": args.clip_ratio_c,
         "cispo_ratio_min": args.cispo_ratio_min,
         **{name: getattr(args, name) for name in PLAIN_FIELDS if name != "cov_seed"},
-        "cov_seed": args.seed if args.cov_seed is None else args.cov_seed,
+        "cov_seed": _cov_seed(args, policy_loss),
         "rollout_rs": args.rollout_rs,
         "rollout_rs_threshold": None if args.rollout_rs_threshold is None else str(args.rollout_rs_threshold),
         "rollout_is_batch_normalize": args.rollout_is_batch_normalize,
@@ -213,7 +220,13 @@ def resolve_advantages(args: GRPOPlusConfig) -> dict[str, Any]:
         )
     whitens = normalization if normalization is not None else ("rollout" if "whitened" in entry.traits else "none")
     _check_scope(args, whitens, constant="token_level" not in entry.traits)
+    for field in ESTIMATOR_FIELDS:
+        if getattr(args, field) != getattr(LossSpec(), field) and field not in entry.options:
+            raise LossPlusError(
+                f"{field}={getattr(args, field)!r}: nothing reads it with advantage_estimator {name!r}. Remove it."
+            )
     return {
+        **{field: getattr(args, field) for field in ESTIMATOR_FIELDS},
         "advantage_estimator": name,
         "scale_rewards": scale or ("group" if scales and normalization is None else "none"),
         "advantage_normalization": whitens,

@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "clip_objective": ("min", "max"),
     "importance_sampling_level": ("token", "sequence"),
     "is_mode": ("truncate", "mask"),
+    "alpha_from": ("spread", "nonzero"),
     "loss_aggregation": tuple(AGGREGATIONS),
     "kl_placement": ("none", "reward", "loss", "both"),
     "kl_reward_level": ("token", "sequence"),
@@ -28,6 +29,29 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "zero_std_groups": ("keep", "no_kl", "drop"),
     "value_loss": VALUE_LOSSES,
 }
+
+# Numbers and their ranges, ends included; None is always allowed where a field may be None.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "epsilon": (0.0, float("inf"), ">= 0"),
+    "epsilon_high": (0.0, float("inf"), ">= 0"),
+    "beta": (0.0, float("inf"), ">= 0"),
+    "kl_reward_coef": (0.0, float("inf"), ">= 0"),
+    "top_entropy_quantile": (0.0, 1.0, "in [0, 1]"),
+    "gamma": (0.0, 1.0, "in [0, 1]"),
+    "gae_lambda": (0.0, 1.0, "in [0, 1]"),
+    "gae_lambda_critic": (0.0, 1.0, "in [0, 1]"),
+    "vf_coef": (0.0, float("inf"), ">= 0"),
+    "is_ratio_min": (0.0, float("inf"), ">= 0"),
+    "ipo_threshold": (0.0, 1.0, "in [0, 1]"),
+    "ipo_kl_coef": (0.0, float("inf"), ">= 0"),
+    "kl_cov_coef": (0.0, float("inf"), ">= 0"),
+    "fipo_clip_range": (0.0, 1.0, "in [0, 1]"),
+}
+POSITIVE = (
+    "sapo_temperature_pos", "sapo_temperature_neg", "log_ratio_clamp", "kl_horizon", "kl_target", "norm_length", "delta",
+    "huber_delta", "cliprange_value", "is_ratio_max", "dppo_ratio_max", "dro_beta", "clip_cov_ratio", "kl_cov_ratio",
+    "fipo_decay_rate", "fipo_safety_threshold", "real_tau", "f_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +68,8 @@ class LossSpec:
     Aggregation: loss_aggregation, norm_length (tokens; None: the padded length).
     KL: beta (coefficient in the loss), kl_estimator, kl_placement, use_bias_correction_kl (estimate times ratio),
     kl_reward_coef, kl_reward_level, kl_controller, kl_target (nats a token), kl_horizon (rows).
-    Advantages: advantage_estimator, scale_rewards, advantage_normalization, advantage_norm_scope, zero_std_groups.
+    Advantages: advantage_estimator, scale_rewards, advantage_normalization, advantage_norm_scope, zero_std_groups; of single
+    estimators f_norm, alpha_from (gpg), handle_zero_tail (optimal_token_baseline).
     Entropy: entropy_coef, top_entropy_quantile. Off-policy rows: off_policy_mask_threshold (nats).
     Critic: vf_coef (0: no value term), value_loss, huber_delta, cliprange_value (None: no clipping), gamma, gae_lambda,
     gae_lambda_critic (None: the same).
@@ -86,6 +111,9 @@ class LossSpec:
     fipo_clip_high_only: bool = True
     fipo_safety_threshold: float | None = 4.0
     real_tau: float = 0.5
+    f_norm: float = 1.0
+    alpha_from: str = "spread"
+    handle_zero_tail: bool = False
     rollout_rs: str | None = None
     rollout_rs_threshold: str | None = None
     rollout_is_batch_normalize: bool = False
@@ -147,45 +175,11 @@ class LossSpec:
             object.__setattr__(self, item.name, number)
 
     def _check_ranges(self) -> None:
-        bounds: dict[str, tuple[float, float, str]] = {
-            "epsilon": (0.0, float("inf"), ">= 0"),
-            "epsilon_high": (0.0, float("inf"), ">= 0"),
-            "beta": (0.0, float("inf"), ">= 0"),
-            "kl_reward_coef": (0.0, float("inf"), ">= 0"),
-            "top_entropy_quantile": (0.0, 1.0, "in [0, 1]"),
-            "gamma": (0.0, 1.0, "in [0, 1]"),
-            "gae_lambda": (0.0, 1.0, "in [0, 1]"),
-            "gae_lambda_critic": (0.0, 1.0, "in [0, 1]"),
-            "vf_coef": (0.0, float("inf"), ">= 0"),
-            "is_ratio_min": (0.0, float("inf"), ">= 0"),
-            "ipo_threshold": (0.0, 1.0, "in [0, 1]"),
-            "ipo_kl_coef": (0.0, float("inf"), ">= 0"),
-            "kl_cov_coef": (0.0, float("inf"), ">= 0"),
-            "fipo_clip_range": (0.0, 1.0, "in [0, 1]"),
-        }
-        for name, (low, high, words) in bounds.items():
+        for name, (low, high, words) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and value < float("inf")):
                 raise LossPlusError(f"{name}={value} is out of range: it must be {words}.")
-        for name in (
-            "sapo_temperature_pos",
-            "sapo_temperature_neg",
-            "log_ratio_clamp",
-            "kl_horizon",
-            "kl_target",
-            "norm_length",
-            "delta",
-            "huber_delta",
-            "cliprange_value",
-            "is_ratio_max",
-            "dppo_ratio_max",
-            "dro_beta",
-            "clip_cov_ratio",
-            "kl_cov_ratio",
-            "fipo_decay_rate",
-            "fipo_safety_threshold",
-            "real_tau",
-        ):
+        for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise LossPlusError(f"{name}={value} is out of range: it must be > 0.")

@@ -226,6 +226,8 @@ def saved_weights(folder):
     found = {}
     for path in sorted(folder.rglob("*.safetensors")):
         for name, tensor in load_file(path).items():
+            if path.parent.name == "ref":
+                continue
             critic = path.parent.name == "critic"
             if path.name.startswith("adapter_model"):
                 parts = name.split(".")

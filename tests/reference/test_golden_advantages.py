@@ -4,7 +4,8 @@ Our advantage estimators against verl 0.9.1 and OpenRLHF 0.11.2, every case (GAE
 How theirs map to ours: verl sums token rewards over the whole row, masked positions too, so its scores are given to ours as they
 are; its whitening (ddof 1) and OpenRLHF's (ddof 0) stand outside of our estimators; OpenRLHF shapes the score by the group and then
 takes the KL of every token off (`token_kl_advantages` of the trainer). A group of one keeps its raw score in verl, and has no
-advantage here. Masked positions are 0 here; in verl's remax they are not.
+advantage here. Masked positions are 0 here; in verl's remax they are not. Its gdpo whitens over tokens,
+ours (TRL's) over rows, so its cases are put together from our grpo.
 """
 
 import plain

@@ -134,7 +134,7 @@ def test_verl_policy(case):
     check(case, out, logps, lp, formula(case, lp, spec, chosen(case, spec)), DIFFERS)
 
 
-@pytest.mark.parametrize("case", params("policy/(clip_cov|kl_cov)", "(?<!use_is\": true})$"))
+@pytest.mark.parametrize("case", params("policy/(clip_cov|kl_cov)", '(?<!use_is": true})$'))
 def test_chosen_tokens(case):
     """As many as the reference takes, all within its bounds, or of its highest covariances (in float64)."""
     batch, spec = BATCHES[case["batch"]], spec_of(case)

@@ -51,6 +51,11 @@ class LossDoctorCallback(TrainerCallback):
         if hasattr(args, "loss_spec"):
             self._settings |= asdict(args.loss_spec())
             self._settings |= {name: getattr(args, name) for name in ("is_on_policy", "optimizer_steps_per_rollout")}
+        model = kwargs.get("model")
+        if model is not None:
+            self._settings["active_dropout"] = [
+                name for name, part in model.named_modules() if "Dropout" in type(part).__name__ and part.p
+            ]
         self._entries = [self._kept(entry, entry["step"]) for entry in state.log_history if self._is_training(entry)]
         self._next = max(FIRST, len(self._entries) + 1)
 

@@ -208,7 +208,7 @@ def reward_hacking(view: View, low: float, high: float) -> Seen | None:
         if len(shares) >= 4 and (name == "share/grad/kl" or view.on_policy is False):
             most, end = float(shares[: -len(shares) // 4].max()), float(np.median(shares[-max(1, len(shares) // 4) :]))
             if most >= low and end < high * most:
-                evidence.append(f"the KL's share of the {name.split('/')[1]} fell from {most:.2%} to {end:.2%} and the KL rose")
+                evidence.append(f"the KL's share of the {'gradient' if 'grad' in name else 'loss'} fell from {most:.2%} to {end:.2%} and the KL rose")
                 numbers |= {"share at most": most, "share at the end": end}
         coef = view.logged("kl_coef")[1]
         if len(coef) >= 8 and coef[-1] < 0.4 * high * coef[0]:

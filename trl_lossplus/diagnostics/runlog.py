@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import mmap
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -107,12 +108,11 @@ def _from_state(path: Path, names: tuple[str, ...] | None) -> RunLog:
     folder = path.parent.parent if path.parent.name.startswith("checkpoint-") else path.parent
     settings = _read_settings([path.parent, folder])
     try:
-        raw = path.read_bytes()
+        table = _fast(path, names) if path.stat().st_size >= BIG and names is not None else None
+        if table is None:
+            table = columns_of(_entries(path.read_bytes(), path), names)
     except OSError as error:
         raise RunLogError(f"{path}: cannot be read ({error.strerror}).") from None
-    table = _fast(raw, names) if len(raw) >= BIG and names is not None else None
-    if table is None:
-        table = columns_of(_entries(raw, path), names)
     steps, columns, bad = table
     if not len(steps):
         raise RunLogError(f"{path}: its log_history holds no training step: nothing was logged yet.")
@@ -194,50 +194,74 @@ def _put(
     columns[key] = np.where(np.isfinite(values), values, math.nan)
 
 
-def _fast(raw: bytes, names: tuple[str, ...] | None) -> Table | None:
+ENTRY_END = b"\n    },"
+PIECE = 1 << 24  # bytes that are parsed at a time
+
+
+def _fast(path: Path, names: tuple[str, ...] | None) -> Table | None:
     """
-    The wanted columns of a long log as transformers writes it, parsed by Arrow on all cores.
+    The wanted columns of a long log as transformers writes it, parsed by Arrow piece by piece.
 
     None where the file is not laid out like that, is cut short, or Arrow is not there: the plain way then decides.
     """
     try:
         import pyarrow as pa
-        import pyarrow.json as pj
 
-        start = raw.index(b'"log_history": [') + len(b'"log_history": [')
-        stop = raw.index(b"\n  ]", start)
-        json.loads(raw[:start] + raw[stop:])  # the rest must be whole
-        sample = [
-            raw[start : start + 1_000_000],
-            raw[(start + stop) // 2 :][:1_000_000],
-            raw[stop - min(1_000_000, stop - start) : stop],
-        ]
-        keys = {key.decode() for part in sample for key in re.findall(rb'\n      "([^"\n]+)":', part)}
-        kept = sorted(key for key in keys if matches(key, names) and key not in ("step", "epoch"))
-        schema = pa.schema([(key, pa.float64()) for key in ["step", *kept]])
-        lines = raw[start:stop].replace(b"\n    },", b"\n    } ")
-        table = pj.read_json(
-            pa.BufferReader(lines),
-            read_options=pj.ReadOptions(block_size=1 << 24),
-            parse_options=pj.ParseOptions(explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore"),
-        )
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            start = raw.find(b'"log_history": [') + len(b'"log_history": [')
+            stop = raw.rfind(b"\n  ]")
+            while stop > start and raw[stop - 6 : stop].strip() != b"}":  # a list that comes after log_history
+                stop = raw.rfind(b"\n  ]", 0, stop)
+            json.loads(raw[:start] + raw[stop:])  # the rest must be whole
+            kept = sorted(key for key in _sampled_keys(raw, start, stop) if matches(key, names))
+            schema = pa.schema([(key, pa.float64()) for key in ["step", *kept]])
+            table = pa.concat_tables(_pieces(raw, start, stop, schema))
         at = table["step"].to_numpy()
-        if len(at) != raw.count(b'\n      "step": ', start, stop) or not len(at):
-            return None
-        data = {key: table[key].to_numpy().astype(np.float64) for key in kept}
-        nulls = {key: table[key].null_count for key in kept}
+        data = {key: table[key].to_numpy() for key in kept}
+        logged = {key: table[key].is_valid().to_numpy() if table[key].null_count else None for key in kept}
     except (ImportError, ValueError):  # Arrow's errors are ValueErrors
         return None
     train = ~np.all([np.isnan(column) for column in data.values()], 0) if data else np.zeros(len(at), dtype=bool)
-    if (np.diff(at[train]) <= 0).any():
+    if not np.isfinite(at).all() or (np.diff(at[train]) <= 0).any():
         return None
     columns: dict[str, Array] = {}
     bad: dict[str, NDArray[np.bool_]] = {}
-    for key, values in data.items():
-        # Arrow gives null and a missing key alike; NaN and infinity are told apart from them.
-        mask = np.ones(len(values), dtype=bool) if not nulls[key] else table[key].is_valid().to_numpy()
-        _put(columns, bad, key, values[train], mask[train])
+    for key, values in data.items():  # Arrow gives null and a missing key alike; NaN and infinity are told apart from them
+        valid = logged[key]
+        _put(columns, bad, key, values[train], np.ones(train.sum(), dtype=bool) if valid is None else valid[train])
     return at[train].astype(np.int64), columns, bad
+
+
+def _sampled_keys(raw: mmap.mmap, start: int, stop: int) -> set[str]:
+    """The metrics of the first, middle and last entries."""
+    size = 1_000_000
+    places = (start, (start + stop) // 2, max(start, stop - size))
+    keys = {key.decode() for at in places for key in re.findall(rb'\n      "([^"\n]+)":', raw[at : min(at + size, stop)])}
+    return keys - {"step", "epoch"}
+
+
+def _pieces(raw: mmap.mmap, start: int, stop: int, schema: Any) -> Iterator[Any]:
+    """The entries between two places as Arrow tables. Raises ValueError for text that is no list of flat objects."""
+    import pyarrow as pa
+    import pyarrow.json as pj
+
+    while start < stop:
+        end = min(start + PIECE, stop)
+        if end < stop:
+            end = raw.rfind(ENTRY_END, start, end) + len(ENTRY_END)
+            if end < start + len(ENTRY_END):
+                raise ValueError("an entry longer than a piece")
+        piece = raw[start:end]
+        lines = piece.replace(b"\n", b" ").replace(b" " + ENTRY_END[1:], b" " + ENTRY_END[1:-1] + b"\n")  # one entry a line
+        table = pj.read_json(
+            pa.BufferReader(lines),
+            read_options=pj.ReadOptions(block_size=PIECE // 4),
+            parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
+        if table.num_rows != piece.count(b'\n      "step": '):
+            raise ValueError("entries that were not read")
+        yield table
+        start = end
 
 
 # csv

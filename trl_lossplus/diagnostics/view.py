@@ -121,7 +121,9 @@ class View:
 
     @property
     def flat(self) -> str | None:
-        """The metric that holds the fraction of groups without spread."""
+        """The metric that holds the fraction of groups without spread; None where a prompt has one completion, so no group."""
+        if self.setting("num_generations") == 1:
+            return None
         return next((name for name in ("group_reward/frac_flat", "frac_reward_zero_std") if self.has(name)), None)
 
     @property

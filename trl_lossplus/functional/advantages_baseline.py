@@ -165,7 +165,7 @@ def optimal_token_baseline(
     old_logps: Tensor,
     sum_pi_squared: Tensor,
     rollout_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
+    handle_zero_tail: bool = False,
     eps: float = 1e-8,
 ) -> Advantages:
     """
@@ -178,8 +178,9 @@ def optimal_token_baseline(
         rewards: (B, T) token rewards, NaN where the row is not scored. mask: (B, T) bool. group_ids: (B,).
         old_logps: (B, T). sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities.
         rollout_weights: (B, T) or (B, 1) importance weights, None: 1.
-        handle_zero_tail: where the longest completion of a group goes on alone, its baseline is 0 (otherwise it is its own
-            return, and the advantage 0). eps: added to the sum of weights.
+        handle_zero_tail: where the longest completion of a group goes on alone, the baseline is its own return and the advantage
+            0; True makes the baseline 0 there and the advantage the return itself, so that it depends on the rewards' zero point
+            and is not 0 for equal rewards (verl's code says True, its documentation False). eps: added to the sum of weights.
 
     Returns:
         `Advantages`; 0 in a group with one scored completion (verl: its return).
@@ -204,7 +205,7 @@ def tir_optimal_token_baseline(
     old_logps: Tensor,
     sum_pi_squared: Tensor,
     rollout_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
+    handle_zero_tail: bool = False,
     eps: float = 1e-8,
 ) -> Advantages:
     """

@@ -106,6 +106,5 @@ def sampler_log_ratio(logps: Tensor, rollout_logps: Tensor, mask: Tensor, *, lev
     Args:
         level: token: (B, T). sequence: (B, 1), the sum over the row (the ratio of the whole completions).
     """
-    unscored = torch.isnan(rollout_logps)
-    difference = torch.where(unscored, logps - logps.detach(), logps - rollout_logps.nan_to_num(nan=0.0))
+    difference = logps - torch.where(torch.isnan(rollout_logps), logps.detach(), rollout_logps)
     return difference if level == "token" else row_sums(difference, mask).unsqueeze(-1)

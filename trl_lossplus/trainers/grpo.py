@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from .minibatch import MicroBatch
 from .normalize import whiten_together
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .step_guard import StepGuard, loss_table
+from .token_weights import TokenWeightFunc, as_tensor, evaluate
 from .trl_seam import TRLSeam
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ class GRPOPlusTrainer(TRLSeam):
     """
     GRPO with the loss that `args` (a `GRPOPlusConfig`) describes.
 
-    Takes what TRL's `GRPOTrainer` takes. With TRL's fields alone it computes TRL's loss, gradient and metrics, except that an
+    Takes what TRL's `GRPOTrainer` takes, and `token_weight_func`: a function of prompts, completions, completion_ids and the dataset's
+    columns that returns, for each completion, a weight a token (or spans of characters with weights) for the policy term. With TRL's fields alone it computes TRL's loss, gradient and metrics, except that an
     optimizer step is normalized by its own token count, whatever its split into micro-batches and processes.
 
     Raises:
@@ -60,6 +63,7 @@ class GRPOPlusTrainer(TRLSeam):
         reward_funcs: Any = None,
         args: GRPOPlusConfig | None = None,
         train_dataset: Any = None,
+        token_weight_func: TokenWeightFunc | None = None,
         **kwargs: Any,
     ):
         args = GRPOPlusConfig() if args is None else args
@@ -70,6 +74,12 @@ class GRPOPlusTrainer(TRLSeam):
             check_dataset("train_dataset", train_dataset)
             check_rollout_size(train_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
+        self.token_weight_func = token_weight_func
+        self._token_weights: list[list[float]] | None = None
+        if "token_weights" in self.spec.required() and token_weight_func is None:
+            raise LossPlusError(
+                f"policy_loss {self.spec.policy_loss!r} reads token_weights: pass token_weight_func to the trainer."
+            )
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)
         with lora_sync(args, model, kwargs.get("peft_config"), needs_reference) as follows:
@@ -132,12 +142,22 @@ class GRPOPlusTrainer(TRLSeam):
         """Refuses infinite rewards."""
         rollout.refuse_infinite(rewards, self.reward_func_names)
 
+    def see_completions(
+        self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
+    ) -> None:
+        """Asks the user's function for token weights."""
+        if self.token_weight_func is not None:
+            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+            self._token_weights = evaluate(self.token_weight_func, prompts, completions, ids, columns, decode)
+
     def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
         """Advantages, group ids and flags of the local rows; KL in the reward and rollout-side normalization happen here."""
         spec, mode = self.spec, self.mode
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
         minibatch.loss_masks([out], drop_flat=False)
         mask = out["loss_mask"]
+        if self._token_weights is not None:
+            out["token_weights"] = as_tensor(self._token_weights, mask.shape[1], mask.device)
         kl, penalty = self._rollout_kl(out, mask)
         penalty = self.reward_penalty(out, penalty)
         scored = rollout.score_rollout(
@@ -354,6 +374,7 @@ class GRPOPlusTrainer(TRLSeam):
             rollout_weights=inputs.get("importance_sampling_ratio"),
             rollout_logps=inputs.get("sampling_per_token_logps"),
             group_ids=inputs["group_ids"],
+            token_weights=inputs.get("token_weights"),
             kl_mask=~inputs["flat"].unsqueeze(-1) if spec.zero_std_groups == "no_kl" else None,
             entropy_mask=entropy_mask,
         )

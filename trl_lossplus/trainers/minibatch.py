@@ -17,7 +17,7 @@ MicroBatch = dict[str, Any]
 # Tensors along the completion, and along prompt and completion together, that trimming shortens.
 COMPLETION = (
     "completion_ids", "completion_mask", "tool_mask", "loss_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "returns", "old_values",
+    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "returns", "old_values", "token_weights",
 )  # fmt: skip
 WHOLE = ("token_type_ids", "mm_token_type_ids")
 

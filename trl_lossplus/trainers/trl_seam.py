@@ -137,6 +137,11 @@ class TRLSeam(GRPOTrainer):
     def check_rewards(self, rewards: Tensor) -> None:
         """Refuses (N, K) rewards, alike on every process."""
 
+    def see_completions(
+        self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
+    ) -> None:
+        """Called once a rollout with the local rows, before `make_rollout`."""
+
     def make_rollout(self, rollout: MicroBatch, rewards: Tensor) -> MicroBatch:
         """Replaces what TRL put into the rollout: (local) tensors, with the gathered (N, K) rewards."""
         raise NotImplementedError
@@ -161,6 +166,12 @@ class TRLSeam(GRPOTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.check_rewards(rewards)
         self._gathered_rewards = rewards
+        columns = {
+            key: [example[key] for example in inputs]
+            for key in inputs[0]
+            if key not in ("prompt", "completion", "completion_ids")
+        }
+        self.see_completions(prompts, completions, completion_ids_list, columns)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> MicroBatch:

@@ -1,0 +1,165 @@
+"""The configuration fields of the added objectives, and what the trainer cannot feed (yet): refused with its reason."""
+
+import dataclasses
+
+import pytest
+import yaml
+from trl import TrlParser
+
+from trl_lossplus import GRPOPlusConfig, LossPlusError
+from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from trl_lossplus.resolve import ESTIMATOR_FIELDS, OBJECTIVE_FIELDS, PLAIN_FIELDS
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+CPU = {"use_cpu": True, "bf16": False}
+
+
+def make(**values):
+    return GRPOPlusConfig(**CPU, **values)
+
+
+# Each field: a value that is not its default, and what reads it.
+VALUES = {
+    "is_ratio_min": (0.5, {"policy_loss": "tis"}),
+    "is_ratio_max": (3.0, {"policy_loss": "mis"}),
+    "is_mode": ("mask", {"policy_loss": "rollout_is"}),
+    "dppo_ratio_max": (5.0, {"policy_loss": "dppo_tv"}),
+    "ipo_threshold": (0.1, {"policy_loss": "ipo"}),
+    "ipo_kl_coef": (0.1, {"policy_loss": "ipo"}),
+    "dro_beta": (0.5, {"policy_loss": "dro"}),
+    "clip_cov_ratio": (0.01, {"policy_loss": "clip_cov"}),
+    "clip_cov_min": (0.5, {"policy_loss": "clip_cov"}),
+    "clip_cov_max": (9.0, {"policy_loss": "clip_cov"}),
+    "kl_cov_ratio": (0.01, {"policy_loss": "kl_cov"}),
+    "kl_cov_coef": (1.0, {"policy_loss": "kl_cov"}),
+    "cov_seed": (7, {"policy_loss": "clip_cov"}),
+    "fipo_decay_rate": (16.0, {"policy_loss": "fipo"}),
+    "fipo_clip_range": (0.1, {"policy_loss": "fipo"}),
+    "fipo_clip_high_only": (False, {"policy_loss": "fipo"}),
+    "fipo_safety_threshold": (3.0, {"policy_loss": "fipo"}),
+    "real_tau": (1.0, {"policy_loss": "real"}),
+    "f_norm": (2.0, {"advantage_estimator": "gpg"}),
+    "alpha_from": ("nonzero", {"advantage_estimator": "gpg"}),
+    "handle_zero_tail": (True, {"advantage_estimator": "optimal_token_baseline"}),
+    "rollout_rs": ("token_k2", {"policy_loss": "rollout_is", "rollout_rs_threshold": "0.1"}),
+    "rollout_rs_threshold": ("0.5_2.0", {"policy_loss": "rollout_is", "rollout_rs": "token_k1"}),
+    "rollout_is_batch_normalize": (True, {}),
+}
+
+
+NOT_WIRED = frozenset({"rollout_rs", "rollout_is_batch_normalize", "whole_groups", "select"})
+NOT_SUPPLIED = frozenset({"lengths", "reward_baselines", "sum_pi_squared"})
+
+
+@pytest.fixture
+def wired(monkeypatch):
+    """A trainer that acts on everything, with micro-batches of whole groups."""
+    monkeypatch.setattr(GRPOPlusConfig, "not_wired", frozenset())
+    monkeypatch.setattr(GRPOPlusConfig, "not_supplied", GRPOPlusConfig.not_supplied - NOT_SUPPLIED)
+
+
+def test_the_table_is_whole():
+    assert set(PLAIN_FIELDS) <= VALUES.keys()
+    assert all(hasattr(GRPOPlusConfig, name) for name in VALUES)
+    options = set().union(*(POLICY_LOSSES.get(name).options for name in POLICY_LOSSES.names()))
+    assert options - {"importance_sampling_level", "log_ratio_clamp", "rollout_rs", "rollout_rs_threshold"} <= set(
+        OBJECTIVE_FIELDS
+    )
+
+
+@pytest.mark.usefixtures("wired")
+@pytest.mark.parametrize("name", VALUES)
+def test_yaml_command_line_and_copy(name, tmp_path):
+    """All give the value, the spec has it, its help is there; an objective that does not read it is an error."""
+    value, needs = VALUES[name]
+    values = {**needs, name: value}
+    config = make(**values)
+    assert getattr(config.loss_spec(), name) == value
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    flags = [word for item in values.items() for word in (f"--{item[0]}", str(item[1]))]
+    for arguments in (["--config", str(file)], flags):
+        (parsed,) = TrlParser([GRPOPlusConfig]).parse_args_and_config(["--use_cpu", "--bf16", "false", *arguments])
+        assert parsed.loss_spec() == config.loss_spec()
+    assert dataclasses.replace(config, generation_batch_size=None).loss_spec() == config.loss_spec()
+    (item,) = (item for item in dataclasses.fields(GRPOPlusConfig) if item.name == name)
+    assert len(item.metadata["help"]) > 12
+    if name in ESTIMATOR_FIELDS:
+        assert config.estimator_options[name] == value
+        with pytest.raises(LossPlusError, match=f"{name}=.*nothing reads it with advantage_estimator 'rloo'"):
+            make(advantage_estimator="rloo", **{name: value})
+    if name in OBJECTIVE_FIELDS:
+        for other in ("gpg", "luspo"):
+            with pytest.raises(LossPlusError, match=f"{name}=.*nothing reads it with policy_loss '{other}'"):
+                make(policy_loss=other, **{name: value})
+
+
+@pytest.mark.usefixtures("wired")
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_every_objective_by_its_name_alone(name):
+    """Its defaults are those of the spec; a draw takes the run's seed; the aggregation is its source's."""
+    entry = POLICY_LOSSES.get(name)
+    if "values" in entry.requires or "token_weights" in entry.requires:
+        pytest.skip("not of this trainer")
+    spec = make(policy_loss=name, seed=11).loss_spec()
+    assert spec.policy_loss == name
+    assert spec.cov_seed == (11 if "cov_seed" in entry.options else 0)
+    assert spec.loss_aggregation == entry.aggregation
+    with pytest.raises(LossPlusError, match="clip_ratio_c=3.0: nothing reads it"):
+        make(policy_loss="reinforce", clip_ratio_c=3.0)
+
+
+def test_numbers_as_thresholds():
+    """YAML gives .1 as a number: taken as text."""
+    spec = make(policy_loss="rollout_is", rollout_rs="token_k3", rollout_rs_threshold=0.1).loss_spec()
+    assert spec.rollout_rs_threshold == "0.1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k1'", "does not act on it"]),
+        ({"rollout_is_batch_normalize": True}, ["rollout_is_batch_normalize=True", "does not act on it"]),
+        ({"policy_loss": "real"}, ["policy_loss='real'", "whole groups", "per_device_train_batch_size=8", "(yet)"]),
+        ({"policy_loss": "kl_cov", "gradient_accumulation_steps": 2}, ["policy_loss='kl_cov'", "whole optimizer step", "(now 2)"]),
+        ({"policy_loss": "clip_cov", "gradient_accumulation_steps": 4}, ["policy_loss='clip_cov'", "to 1"]),
+        ({"advantage_estimator": "opo"}, ["advantage_estimator (opo)", "lengths (B,)", "does not make it"]),
+        ({"advantage_estimator": "remax"}, ["advantage_estimator (remax)", "reward_baselines (B,)", "greedy completion"]),
+        ({"advantage_estimator": "optimal_token_baseline"}, ["advantage_estimator (optimal_token_baseline)", "sum_pi_squared (B, T)"]),
+        ({"advantage_estimator": "gae"}, ["old_values", "PPOPlusTrainer for a critic"]),
+        ({"rollout_rs": "token_k9", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k9'", "Did you mean"]),
+        ({"rollout_rs_threshold": "2"}, ["rollout_rs_threshold='2'", "Set rollout_rs"]),
+        ({"policy_loss": "tis", "is_ratio_min": 3.0}, ["is_ratio_min=3.0", "< is_ratio_max"]),
+        ({"policy_loss": "kl_cov", "kl_cov_ratio": 1.5}, ["kl_cov_ratio=1.5", "at most 1"]),
+        ({"policy_loss": "tis", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'tis'"]),
+    ],
+)  # fmt: skip
+def test_refused(fields, words, monkeypatch):
+    """What a trainer cannot feed, or nothing reads: named with its value and the remedy (here of one that does the least)."""
+    monkeypatch.setattr(GRPOPlusConfig, "not_wired", NOT_WIRED)
+    monkeypatch.setattr(GRPOPlusConfig, "not_supplied", GRPOPlusConfig.not_supplied | NOT_SUPPLIED)
+    with pytest.raises(LossPlusError) as error:
+        make(**fields)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+@pytest.mark.usefixtures("wired")
+def test_whole_groups():
+    """per_device_train_batch_size must hold whole groups, also where the trainer keeps them together."""
+    assert make(policy_loss="real", per_device_train_batch_size=16, num_generations=8).loss_spec().policy_loss == "real"
+    with pytest.raises(LossPlusError, match="per_device_train_batch_size=4 must be a multiple of num_generations"):
+        make(policy_loss="real", per_device_train_batch_size=4, num_generations=8, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
+def test_every_estimator_is_taken_or_refused(name):
+    """By its name alone: a configuration, or an error that names the tensor that is missing."""
+    missing = ADVANTAGE_ESTIMATORS.get(name).requires & GRPOPlusConfig.not_supplied
+    if missing:
+        with pytest.raises(LossPlusError, match=f"advantage_estimator .{name}. reads ({'|'.join(missing)})"):
+            make(advantage_estimator=name)
+    else:
+        spec = make(advantage_estimator=name).loss_spec()
+        assert spec.advantage_estimator == name
+        assert (spec.advantage_normalization == "rollout") == ("whitened" in ADVANTAGE_ESTIMATORS.get(name).traits)

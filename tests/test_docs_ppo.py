@@ -1,0 +1,102 @@
+"""docs/ppo.md: every code block runs or parses, every field that a table names is one, and the tables are complete."""
+
+import ast
+import dataclasses
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from recipes import arguments, ppo  # noqa: E402
+from trl_lossplus import PPOPlusConfig, cli  # noqa: E402
+
+PAGE = (ROOT / "docs" / "ppo.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TRAINER_ARGUMENTS = {"model", "reward_funcs", "processing_class", "peft_config"}
+
+# Fields of trl 1.12.0's trl/experimental/ppo/ppo_config.py, and what its trainer took beside the usual.
+TRL_FIELDS = """
+    learning_rate dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations
+    response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path world_size num_total_batches
+    micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size push_to_hub reward_model_path
+    model_adapter_name ref_adapter_name num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma
+    lam ds3_gather_for_generation model ref_model reward_model value_model peft_config processing_class
+"""
+VERL_FIELDS = """
+    algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl.type
+    algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl trainer.critic_warmup critic.rollout_n
+    critic.strategy critic.enable critic.optim.lr critic.optim.lr_warmup_steps_ratio critic.optim.lr_warmup_steps
+    critic.optim.total_training_steps critic.optim.weight_decay critic.model.path critic.model.tokenizer_path
+    critic.ppo_mini_batch_size critic.ppo_micro_batch_size_per_gpu critic.use_dynamic_bsz critic.ppo_max_token_len_per_gpu
+    critic.ppo_epochs critic.shuffle critic.cliprange_value critic.loss_agg_mode critic.checkpoint critic.grad_clip
+"""
+
+
+def blocks(language):
+    return [text for name, text in BLOCKS if name == language]
+
+
+def table(heading):
+    """The cells of the first table below a heading, without its head."""
+    below = PAGE.split(f"\n## {heading}\n", 1)[1]
+    rows = [line for line in below.split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    assert {name for name, _ in BLOCKS} == {"shell", "python", "yaml", "text"}
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_block_runs(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, "docs/ppo.md", "exec"), {"__name__": "__main__"})
+    assert ast.literal_eval(capsys.readouterr().out.strip().splitlines()[-1].split(" ", 1)[1])
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_block_is_a_configuration(text, tmp_path):
+    path = tmp_path / "block.yaml"
+    path.write_text(text)
+    _, training, _ = arguments.parse(ppo.RECIPE, ["--config", str(path), "--output_dir", str(tmp_path)])
+    assert {name: getattr(training, name) for name in yaml.safe_load(text)}
+    assert training.loss_spec()
+
+
+@pytest.mark.parametrize("line", [line for text in blocks("shell") for line in text.splitlines()])
+def test_shell_line_is_a_command(line, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = shlex.split(line)
+    if words[0] == "trl-lossplus":
+        assert cli.main(words[1:]) == 0
+        assert "The critic" in capsys.readouterr().out
+        return
+    if words[0] == "accelerate":
+        assert words[1:3] == ["launch", "--config_file"]
+        assert Path(words[3]).is_file()
+        words = ["python", *words[4:]]
+    assert words[:2] == ["python", "recipes/ppo.py"]
+    assert arguments.parse(ppo.RECIPE, words[2:])
+
+
+@pytest.mark.parametrize(("heading", "theirs"), [("From TRL 1.12's PPOTrainer", TRL_FIELDS), ("From verl's PPO", VERL_FIELDS)])
+def test_table_is_complete_and_names_fields(heading, theirs):
+    rows = table(heading)
+    assert all(len(row) == 4 for row in rows)
+    assert set(theirs.split()) <= {name for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
+    fields = {item.name for item in dataclasses.fields(PPOPlusConfig)} | TRAINER_ARGUMENTS
+    assert {name for row in rows for name in re.findall(r"`([\w.]+)`", row[2])} <= fields
+
+
+def test_defaults_that_the_page_names():
+    config = {item.name: item.default for item in dataclasses.fields(PPOPlusConfig)}
+    assert (config["num_generations"], config["gae_lambda"], config["cliprange_value"], config["vf_coef"]) == (1, 0.95, 0.2, 0.1)
+    assert (config["temperature"], config["learning_rate"], config["num_iterations"]) == (1.0, 1e-6, 1)
+    assert (config["truncated_completions"], config["max_grad_norm"], config["clip_ratio_c"]) == ("terminal", 1.0, None)

@@ -1,0 +1,289 @@
+"""
+How much memory a training step needs, from the model's shape: `memory_report` prints it, `estimate` gives the parts.
+
+Counted: weights, gradients, AdamW's state, reference, critic, activations, LM head; on each process, at the step's peak. Not counted:
+CUDA's context and libraries (about 1 GB), fragmentation (5 to 15%), vLLM, and the cache of generation without vLLM.
+
+    trl-lossplus memory --model 7B --method LoRA --critic adapter --rows 4 --context 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .functional.errors import LossPlusError, unknown_name
+
+METHODS = ("full", "LoRA", "QLoRA")
+CRITICS = ("none", "shared", "adapter", "model")
+BYTES = {"float32": 4, "bfloat16": 2}
+
+# Saved for the backward pass of one decoder layer, a token: numbers of the hidden size and of the intermediate size.
+LAYER_HIDDEN, LAYER_INTERMEDIATE = 10, 4
+# TRL's LM head works on tiles of at most this many tokens and vocabulary entries, in float32. Its Triton kernel needs one tile; its
+# torch version, which runs where there is no Triton, makes nine.
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
+TILES = {"cuda": 1, "cpu": 9}
+# bitsandbytes NF4: 4 bits, and with double quantization 0.127 for the scales.
+QUANTIZED = (4 + 0.127) / 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    A decoder's shape, as its configuration gives it.
+
+    kv_size: width of keys (and of values): key-value heads times head size. tied: input and output embeddings are one.
+    """
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    vocab_size: int
+    kv_size: int
+    tied: bool = False
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of each linear layer of one decoder layer."""
+        h, i, kv = self.hidden_size, self.intermediate_size, self.kv_size
+        return [(h, h), (h, kv), (h, kv), (h, h), (h, i), (h, i), (i, h)]
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the linear layers of one decoder layer."""
+        return sum(a * b for a, b in self.linears)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of one embedding matrix."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model (norms included)."""
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return self.num_layers * self.layer + self.embedding * (1 if self.tied else 2) + norms
+
+    def adapter(self, rank: int) -> int:
+        """Parameters of a LoRA adapter on every linear layer."""
+        return self.num_layers * sum(rank * (a + b) for a, b in self.linears)
+
+
+# Shapes of the sizes that the documentation's table names: those of Qwen2.5 and, from 8B, of Llama 3.
+SHAPES = {
+    "0.5B": Shape(896, 24, 4864, 151936, 128, tied=True),
+    "1.5B": Shape(1536, 28, 8960, 151936, 256, tied=True),
+    "3B": Shape(2048, 36, 11008, 151936, 256, tied=True),
+    "7B": Shape(3584, 28, 18944, 152064, 512),
+    "14B": Shape(5120, 48, 13824, 152064, 1024),
+    "32B": Shape(5120, 64, 27648, 152064, 1024),
+    "70B": Shape(8192, 80, 28672, 128256, 1024),
+}
+
+
+def shape_of(model: str | Any) -> Shape:
+    """
+    The shape of a size in `SHAPES`, of a transformers configuration, or of the model at a path or hub name.
+
+    Raises:
+        LossPlusError: it is none of these, or its configuration is not a dense decoder's.
+    """
+    if isinstance(model, Shape):
+        return model
+    if isinstance(model, str):
+        if model in SHAPES:
+            return SHAPES[model]
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError):
+            raise LossPlusError(
+                f"model={model!r}: neither a size ({', '.join(SHAPES)}) nor a model with a configuration."
+            ) from None
+    else:
+        config = model
+    config = config.get_text_config()
+    try:
+        heads = config.num_attention_heads
+        head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv = (getattr(config, "num_key_value_heads", None) or heads) * head
+        return Shape(
+            config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.vocab_size, kv,
+            bool(config.tie_word_embeddings),
+        )  # fmt: skip
+    except AttributeError as error:
+        raise LossPlusError(f"model={model!r}: its configuration has no {error.name}, as a dense decoder's has.") from None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """
+    What the memory depends on beside the shape.
+
+    Args:
+        method: full, LoRA (on every linear layer, rank `lora_r`) or QLoRA (the same over 4-bit weights).
+        critic: none, shared, adapter, model (of the policy's shape).
+        reference: whether there is a KL; full fine-tuning then holds a second model.
+        rows, context: of one micro-batch on one process: rows, and tokens a row (prompt and completion).
+        accumulates: several micro-batches an optimizer step: then gradients are there while activations are.
+        dtype: of the weights: float32 (TRL's default; bf16=True then computes in bfloat16) or bfloat16.
+        bf16: whether the forward pass computes in bfloat16. checkpointing: gradient_checkpointing (TRL's default).
+        zero_stage: 0 (DDP), 1, 2 or 3; FSDP2 is 3. processes: over which it splits. deepspeed: with bf16, DeepSpeed holds
+            bfloat16 weights and a float32 copy of what is trained. offload: the optimizer's state is in the host's memory.
+        device: cuda, or cpu.
+    """
+
+    method: str = "full"
+    critic: str = "none"
+    reference: bool = False
+    rows: int = 4
+    context: int = 2048
+    accumulates: bool = True
+    dtype: str = "float32"
+    bf16: bool = True
+    checkpointing: bool = True
+    zero_stage: int = 0
+    processes: int = 1
+    deepspeed: bool = False
+    offload: bool = False
+    lora_r: int = 16
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("method", self.method, METHODS),
+            ("critic", self.critic, CRITICS),
+            ("dtype", self.dtype, BYTES),
+            ("device", self.device, TILES),
+        ):
+            if value not in allowed:
+                raise unknown_name(name, value, allowed)
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise LossPlusError(f"zero_stage={self.zero_stage}: allowed are 0 (DDP), 1, 2 and 3 (also FSDP2).")
+        for name in ("rows", "context", "processes", "lora_r"):
+            if getattr(self, name) < 1:
+                raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= 1.")
+        if self.critic == "adapter" and self.method == "full":
+            raise LossPlusError("critic='adapter' needs method LoRA or QLoRA: it is a second adapter.")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one process. Activations and gradients are at their largest together only where micro-batches accumulate."""
+
+    weights: float
+    reference: float
+    critic_weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    gathered: float
+    peak: float
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name, without the peak."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "peak"}
+
+
+def estimate(model: str | Shape | Any, setup: Setup) -> Estimate:
+    """
+    The memory of one process at a training step's peak.
+
+    weights + reference + critic + optimizer + gathered layer + max(gradients, activations + head), or with accumulation
+    gradients + activations + head. ZeRO divides the optimizer (stage 1), gradients (2), weights and reference (3) by the processes.
+    """
+    shape = shape_of(model)
+    size = BYTES[setup.dtype]
+    mixed = setup.deepspeed and setup.bf16  # DeepSpeed's own: weights and gradients in bfloat16, a float32 copy in the optimizer
+    size = 2 if mixed else size
+    full = setup.method == "full"
+    adapter = 0 if full else shape.adapter(setup.lora_r)
+    adapter_size = 4 if setup.method == "QLoRA" or (setup.zero_stage < 3 and not mixed) else size  # PEFT keeps them in float32
+    base = shape.parameters * size
+    if setup.method == "QLoRA":
+        linears = shape.num_layers * shape.layer
+        base = linears * QUANTIZED + (shape.parameters - linears) * 2
+    critic = {"model": shape.parameters - (0 if shape.tied else shape.embedding), "adapter": adapter}.get(setup.critic, 0)
+    critic_size = size if setup.critic == "model" else adapter_size
+    trained = shape.parameters if full else adapter
+    trained_size = size if full else adapter_size
+
+    split = setup.processes
+    weights = (base + adapter * adapter_size) / (split if setup.zero_stage == 3 else 1)
+    reference = base / (split if setup.zero_stage == 3 else 1) if full and setup.reference else 0.0
+    critic_weights = critic * critic_size / (split if setup.zero_stage == 3 else 1)
+    gradients = (trained * trained_size + critic * critic_size) / (split if setup.zero_stage >= 2 else 1)
+    state = sum(n * ((12 if mixed else 2 * each)) for n, each in ((trained, trained_size), (critic, critic_size)))
+    optimizer = 0.0 if setup.offload else state / (split if setup.zero_stage >= 1 else 1)
+    gathered = (2 * shape.layer + shape.embedding) * size if setup.zero_stage == 3 else 0.0
+
+    tokens = setup.rows * setup.context
+    number = 2 if setup.bf16 else 4
+    one_layer = tokens * (LAYER_HIDDEN * shape.hidden_size + LAYER_INTERMEDIATE * shape.intermediate_size) * number
+    passes = 2 if setup.critic in ("adapter", "model") else 1  # both forward passes come before the backward pass
+    inputs = shape.num_layers * tokens * shape.hidden_size * number
+    activations = passes * inputs + one_layer if setup.checkpointing else passes * shape.num_layers * one_layer
+    tile = min(tokens, TILE_TOKENS) * min(shape.vocab_size, TILE_VOCABULARY) * 4
+    head = TILES[setup.device] * tile + tokens * shape.hidden_size * 4
+    if setup.bf16 and setup.dtype == "float32" and not mixed:
+        head += shape.layer * 2  # autocast's bfloat16 copies, of one layer at a time under checkpointing
+    # Under checkpointing a layer's recomputation and the head's tiles are not there at the same time.
+    working = passes * inputs + max(one_layer, head) if setup.checkpointing else activations + head
+    moving = gradients + working if setup.accumulates else max(gradients, working)
+    peak = weights + reference + critic_weights + optimizer + gathered + moving
+    return Estimate(weights, reference, critic_weights, gradients, optimizer, activations, head, gathered, peak)
+
+
+def memory_report(model: str | Shape | Any, **settings: Any) -> str:
+    """
+    The estimate as text, one part a line.
+
+    Args:
+        model: a size in `SHAPES`, a path, a hub name, a transformers configuration, or a `Shape`.
+        settings: fields of `Setup`.
+    """
+    shape, setup = shape_of(model), Setup(**settings)
+    result = estimate(shape, setup)
+    named = model if isinstance(model, str) else "model"
+    trained = shape.parameters if setup.method == "full" else shape.adapter(setup.lora_r)
+    stage = "DDP" if setup.zero_stage == 0 else f"ZeRO-{setup.zero_stage}{' or FSDP2' if setup.zero_stage == 3 else ''}"
+    lines = [
+        f"{named}: {shape.parameters / 1e9:.2f}B parameters, {trained / 1e9:.3f}B trained ({setup.method}); critic {setup.critic}; "
+        f"{setup.rows} rows of {setup.context} tokens; weights {setup.dtype}, computing in {'bfloat16' if setup.bf16 else 'float32'}; "
+        f"{stage} on {setup.processes} process{'es' if setup.processes > 1 else ''}"
+    ]
+    names = {
+        "weights": "weights", "reference": "reference model", "critic_weights": "critic's weights", "gradients": "gradients",
+        "optimizer": "AdamW's state", "activations": "activations", "head": "LM head", "gathered": "gathered layers",
+    }  # fmt: skip
+    lines += [f"  {names[name]:<17}{gib(value)}" for name, value in result.parts().items() if value]
+    lines.append(f"  {'peak a process':<17}{gib(result.peak)}")
+    lines.append("Not counted: CUDA's context (about 1 GiB), fragmentation (5 to 15%), vLLM or the cache of generation.")
+    return "\n".join(lines)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, right-aligned."""
+    return f"{size / 2**30:9.2f} GiB" if size >= 2**30 / 100 else f"{size / 2**20:9.2f} MiB"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`trl-lossplus memory`: prints the report. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="trl-lossplus memory", description="The memory of a training step, by parts.")
+    parser.add_argument("--model", required=True, help=f"{', '.join(SHAPES)}, a path or a hub name")
+    for name, value in vars(Setup()).items():
+        kind = (lambda word: word.lower() in ("true", "1", "yes")) if isinstance(value, bool) else type(value)
+        parser.add_argument(f"--{name}", type=kind, default=value, help=f"default {value}")
+    words = vars(parser.parse_args(arguments))
+    print(memory_report(words.pop("model"), **words))
+    return 0
+
+
+def on(setup: Setup, **changes: Any) -> Setup:
+    """A setup with some fields changed."""
+    return replace(setup, **changes)
