@@ -51,7 +51,13 @@ def main():
     torch.set_num_threads(1)
     # One small run first: libraries load, and allocate, on first use.
     small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    run(folder + "/small", small, rows=4, context=16, **{k: v for k, v in settings.items() if k not in ("shape", "rows", "context")}).train()
+    run(
+        folder + "/small",
+        small,
+        rows=4,
+        context=16,
+        **{k: v for k, v in settings.items() if k not in ("shape", "rows", "context")},
+    ).train()
     import gc
 
     gc.collect()

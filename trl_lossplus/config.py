@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from trl import GRPOConfig
 
+from .fieldtypes import INHERITED, own_kind, read
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
 from .resolve import ESTIMATOR_FIELDS, TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
 from .spec import CHOICES, LossSpec
 
+GRPO_FIELDS = frozenset(item.name for item in fields(GRPOConfig)) - {"use_bias_correction_kl"}
 TRL_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": CORRECTION_MODES,
@@ -153,7 +155,18 @@ class GRPOPlusConfig(GRPOConfig):
     # What the trainer does not act on yet: fields, and traits of objectives.
     not_wired = frozenset({"rollout_rs", "rollout_is_batch_normalize", "whole_groups", "select"})
 
+    def _read_types(self) -> None:
+        """Numbers and booleans as such, whatever form they came in. Raises LossPlusError for what is none."""
+        for item in fields(self):
+            own = own_kind(item.type) if item.name not in GRPO_FIELDS else None
+            if item.name in INHERITED:
+                kind, optional, least = INHERITED[item.name]
+                setattr(self, item.name, read(item.name, getattr(self, item.name), kind, optional, least))
+            elif own is not None:
+                setattr(self, item.name, read(item.name, getattr(self, item.name), *own))
+
     def __post_init__(self) -> None:
+        self._read_types()
         if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
             raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
         choices: dict[str, tuple[Any, ...]] = {**TRL_CHOICES, **OUR_CHOICES}
@@ -168,8 +181,6 @@ class GRPOPlusConfig(GRPOConfig):
                 "nonfinite_policy='skip': DeepSpeed and fp16 take or drop their optimizer steps themselves. Set it to raise, or train "
                 "with bf16 and DDP or FSDP."
             )
-        if self.num_iterations < 1:
-            raise LossPlusError(f"num_iterations={self.num_iterations} is out of range: it must be >= 1.")
         spec = self.loss_spec()
         super().__post_init__()
         self._check_windows(spec)

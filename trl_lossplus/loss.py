@@ -21,6 +21,23 @@ from .objectives import importance_ratio
 from .registry import POLICY_LOSSES
 from .spec import LossSpec
 
+# Metrics that an objective's own statistics may not shadow.
+RESERVED = frozenset(
+    {"kl", "kl_penalty", "kl_coef", "kl_rollout", "entropy", "loss", "reward", "reward_std", "grad_norm", "policy_loss"}
+)
+RESERVED_PREFIXES = (
+    "loss/",
+    "share/",
+    "probe/",
+    "grad_logp/",
+    "rewards/",
+    "completions/",
+    "group_reward/",
+    "value/",
+    "mask/",
+    "_",
+)
+
 
 class Statistic(NamedTuple):
     """A statistic that pools over micro-batches and processes: "mean" is total / weight, "min" and "max" are total."""
@@ -67,7 +84,7 @@ class LossOutput:
 def pool(name: str, x: Tensor, mask: Tensor) -> Statistic:
     """
     A (B, T) or (B, 1) tensor as a statistic: by the suffix of its name the least (`_min`) or largest (`_max`) row mean, else the
-    mean over valid tokens, or over rows for (B, 1).
+    mean over valid tokens, or over rows with valid tokens for (B, 1).
     """
     x = x.detach().float()
     per_row = x.shape[-1] == 1 and mask.shape[-1] != 1
@@ -78,7 +95,7 @@ def pool(name: str, x: Tensor, mask: Tensor) -> Statistic:
         kept = torch.where(rows, means, torch.full_like(means, worst))
         return Statistic(kind, kept.amin() if kind == "min" else kept.amax(), rows.sum())
     if per_row:
-        return Statistic("mean", x.sum(), torch.full((), x.shape[0], device=x.device))
+        return Statistic("mean", masked_sum(x.squeeze(-1), rows), rows.sum())
     return Statistic("mean", masked_sum(x, mask), mask.sum())
 
 
@@ -93,6 +110,22 @@ def _policy(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
             f"policy_loss {spec.policy_loss!r} returned per_token of shape {tuple(term.per_token.shape)}; it must be "
             f"{(rows, length)} or {(rows, 1)}: per-token losses are not reduced."
         )
+    if torch.is_grad_enabled() and batch.logps.requires_grad and not term.per_token.requires_grad:
+        raise LossPlusError(
+            f"policy_loss {spec.policy_loss!r} returned per_token without a gradient: it must be connected to the log-probs, or the policy "
+            "would not be trained (look for detach(), .item() or torch.no_grad())."
+        )
+    for name, stat in term.stats.items():
+        if not isinstance(stat, Tensor) or tuple(stat.shape) not in ((rows, length), (rows, 1)):
+            what = f"of shape {tuple(stat.shape)}" if isinstance(stat, Tensor) else f"a {type(stat).__name__}"
+            raise LossPlusError(
+                f"policy_loss {spec.policy_loss!r} returned the statistic {name!r}, {what}; it must be a tensor {(rows, length)} or "
+                f"{(rows, 1)}."
+            )
+        if name in RESERVED or name.startswith(RESERVED_PREFIXES):
+            raise LossPlusError(
+                f"policy_loss {spec.policy_loss!r}: the statistic {name!r} has the name of a metric of the run. Rename it."
+            )
     return term
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .functional.errors import LossPlusError, unknown_name
@@ -173,7 +173,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one process. Activations and gradients are at their largest together only where micro-batches accumulate."""
+    """Bytes on one process. The parts are not all at their largest at once: the peak is less than their sum."""
 
     weights: float
     reference: float
@@ -194,8 +194,9 @@ def estimate(model: str | Shape | Any, setup: Setup) -> Estimate:
     """
     The memory of one process at a training step's peak.
 
-    weights + reference + critic + optimizer + gathered layer + max(gradients, activations + head), or with accumulation
-    gradients + activations + head. ZeRO divides the optimizer (stage 1), gradients (2), weights and reference (3) by the processes.
+    weights + reference + critic + optimizer + gathered layers + gradients + working, where working is the larger of all activations
+    and the policy's with the LM head's tiles; without accumulation the larger of gradients and working, since one grows as the other
+    is freed. ZeRO divides the optimizer's state (stage 1), gradients (2), weights, critic and reference (3) by the processes.
     """
     shape = shape_of(model)
     size = BYTES[setup.dtype]
@@ -204,7 +205,7 @@ def estimate(model: str | Shape | Any, setup: Setup) -> Estimate:
     full = setup.method == "full"
     adapter = 0 if full else shape.adapter(setup.lora_r)
     adapter_size = 4 if setup.method == "QLoRA" or (setup.zero_stage < 3 and not mixed) else size  # PEFT keeps them in float32
-    base = shape.parameters * size
+    base: float = shape.parameters * size
     if setup.method == "QLoRA":
         linears = shape.num_layers * shape.layer
         base = linears * QUANTIZED + (shape.parameters - linears) * 2
@@ -218,22 +219,23 @@ def estimate(model: str | Shape | Any, setup: Setup) -> Estimate:
     reference = base / (split if setup.zero_stage == 3 else 1) if full and setup.reference else 0.0
     critic_weights = critic * critic_size / (split if setup.zero_stage == 3 else 1)
     gradients = (trained * trained_size + critic * critic_size) / (split if setup.zero_stage >= 2 else 1)
-    state = sum(n * ((12 if mixed else 2 * each)) for n, each in ((trained, trained_size), (critic, critic_size)))
+    state = sum(n * (12 if mixed else 2 * each) for n, each in ((trained, trained_size), (critic, critic_size)))
     optimizer = 0.0 if setup.offload else state / (split if setup.zero_stage >= 1 else 1)
     gathered = (2 * shape.layer + shape.embedding) * size if setup.zero_stage == 3 else 0.0
 
     tokens = setup.rows * setup.context
     number = 2 if setup.bf16 else 4
-    one_layer = tokens * (LAYER_HIDDEN * shape.hidden_size + LAYER_INTERMEDIATE * shape.intermediate_size) * number
-    passes = 2 if setup.critic in ("adapter", "model") else 1  # both forward passes come before the backward pass
-    inputs = shape.num_layers * tokens * shape.hidden_size * number
-    activations = passes * inputs + one_layer if setup.checkpointing else passes * shape.num_layers * one_layer
+    one_layer: float = tokens * (LAYER_HIDDEN * shape.hidden_size + LAYER_INTERMEDIATE * shape.intermediate_size) * number
+    if setup.bf16 and size == 4 and full:  # autocast's bfloat16 copies of the weights
+        one_layer += shape.layer * 2
+    kept = shape.num_layers * (tokens * shape.hidden_size * number if setup.checkpointing else one_layer)
+    recomputed = one_layer if setup.checkpointing else 0.0
     tile = min(tokens, TILE_TOKENS) * min(shape.vocab_size, TILE_VOCABULARY) * 4
     head = TILES[setup.device] * tile + tokens * shape.hidden_size * 4
-    if setup.bf16 and setup.dtype == "float32" and not mixed:
-        head += shape.layer * 2  # autocast's bfloat16 copies, of one layer at a time under checkpointing
-    # Under checkpointing a layer's recomputation and the head's tiles are not there at the same time.
-    working = passes * inputs + max(one_layer, head) if setup.checkpointing else activations + head
+    # A critic's forward pass comes after the policy's, and its backward pass before: the head's tiles meet the policy's alone.
+    passes = 2 if setup.critic in ("adapter", "model") else 1
+    activations = passes * kept + recomputed
+    working = max(activations, kept + max(recomputed, head))
     moving = gradients + working if setup.accumulates else max(gradients, working)
     peak = weights + reference + critic_weights + optimizer + gathered + moving
     return Estimate(weights, reference, critic_weights, gradients, optimizer, activations, head, gathered, peak)
@@ -282,8 +284,3 @@ def main(arguments: Sequence[str]) -> int:
     words = vars(parser.parse_args(arguments))
     print(memory_report(words.pop("model"), **words))
     return 0
-
-
-def on(setup: Setup, **changes: Any) -> Setup:
-    """A setup with some fields changed."""
-    return replace(setup, **changes)

@@ -61,6 +61,7 @@ class PPOPlusConfig(GRPOPlusConfig):
     missing_eos_penalty: float | None = option("Taken off the reward of a completion that does not end with an end token.")
 
     def __post_init__(self) -> None:
+        self._read_types()
         if self.critic is not None and self.critic not in CRITICS:
             raise unknown_name("critic", self.critic, CRITICS)
         if self.truncated_completions not in ("terminal", "bootstrap"):

@@ -11,6 +11,7 @@ A user registers a function of the same shape as ours, or names it as `package.m
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,11 +140,18 @@ class Registry:
             LossPlusError: unknown name (lists the allowed ones and the nearest), module or function.
         """
         _load_builtins()
+        if not isinstance(name, str):
+            raise LossPlusError(f"{self.kind}={name!r}: it must be a name, or package.module:function.")
         if name in self.entries:
             return self.entries[name]
         if not isinstance(name, str) or ":" not in name:
             raise unknown_name(self.kind, name, [*self.entries, "package.module:function"])
         func = import_function(self.kind, name)
+        try:
+            inspect.signature(func).bind(None, None)
+        except (TypeError, ValueError):
+            first, second = ("batch", "spec") if self.kind == "policy_loss" else ("rewards", "group_ids")
+            raise LossPlusError(f"{self.kind}={name!r}: the function must take two arguments, {first} and {second}.") from None
         declared = [entry for entry in self.entries.values() if entry.func is func]
         if declared:
             return declared[0]
@@ -160,8 +168,10 @@ def import_function(kind: str, path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:
-        raise LossPlusError(f"{kind}={path!r}: module {module_name!r} cannot be imported ({error}).") from error
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise LossPlusError(
+            f"{kind}={path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error})."
+        ) from error
     func = getattr(module, function_name, None)
     if not callable(func):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

@@ -64,6 +64,7 @@ def attributes(args, mode):
         "num_generations": args.num_generations,
         "num_generations_eval": args.num_generations,
         "log_completions": False,
+        "pad_to_multiple_of": None,
     }
 
 

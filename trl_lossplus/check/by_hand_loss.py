@@ -20,10 +20,13 @@ class StepCheck:
     Goes through the micro-batches of one optimizer step.
 
     Args:
-        rollouts: by their numbers.
+        rollouts: by their numbers. untrained: nothing has been trained since the rollout, so the critic's values are the old ones.
     """
 
-    def __init__(self, s: Settings, table: Table, number: int, micros: list[Micro], rollouts: list[RolloutByHand]):
+    def __init__(
+        self, s: Settings, table: Table, number: int, micros: list[Micro], rollouts: list[RolloutByHand], untrained: bool
+    ):
+        self.untrained = untrained
         self.s, self.table, self.micros, self.rollouts = s, table, micros, rollouts
         self.section = f"optimizer step {number + 1}"
         self.terms: dict[str, float] = {}
@@ -176,6 +179,8 @@ class MicroCheck:
                     row[name] = values
                 if name != "values":
                     self.table.given.append(name)
+        if "values" in batch and self.step.untrained:
+            self._take("values, before training", "values", [row["old_values"] for row in self.rows])
 
     def _take(self, quantity: str, name: str, mine: Rows) -> None:
         for row, values in zip(self.rows, self._tokens(quantity, self.micro.batch[name], mine), strict=True):

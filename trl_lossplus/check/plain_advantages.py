@@ -50,7 +50,7 @@ def scale(rewards: Rewards, groups: Sequence[int], i: int, options: Options) -> 
         return 1.0
     own = options["scale_rewards"] == "group"
     values = of_group(rewards, groups, i) if own else [x for x in rewards if x is not None]
-    return deviation(values, options.get("ddof", 1)) + options["eps"]
+    return deviation(values, options.get("ddof", 1)) + options.get("eps", 1e-6)
 
 
 def grpo(rewards: Rewards, groups: Sequence[int], options: Options) -> list[float]:
@@ -87,7 +87,7 @@ def maxrl(rewards: Rewards, groups: Sequence[int], options: Options) -> list[flo
     out = []
     for i, s in enumerate(rewards):
         own = of_group(rewards, groups, i)
-        out.append(0.0 if s is None or len(set(own)) < 2 else (s - mean(own)) / (abs(mean(own)) + options["eps"]))
+        out.append(0.0 if s is None or len(set(own)) < 2 else (s - mean(own)) / (abs(mean(own)) + options.get("eps", 1e-6)))
     return out
 
 
@@ -105,7 +105,7 @@ def gdpo(columns: Sequence[Rewards], groups: Sequence[int], options: Options) ->
     scored = [any(x is not None for x in row) for row in columns]
     valid = [x for x, here in zip(totals, scored, strict=True) if here]
     centre, std = mean(valid), deviation(valid, options.get("ddof", 1))
-    return [(x - centre) / (std + options["eps"]) if here else 0.0 for x, here in zip(totals, scored, strict=True)]
+    return [(x - centre) / (std + options.get("eps", 1e-6)) if here else 0.0 for x, here in zip(totals, scored, strict=True)]
 
 
 def opo(rewards: Rewards, groups: Sequence[int], options: Options) -> list[float]:

@@ -7,9 +7,11 @@ import contextlib
 import dataclasses
 import io
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from ..cli import PROG, quiet
 from ..config import GRPOPlusConfig
@@ -56,6 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain_estimator", metavar="MODULE:FUNCTION", help="the same of an advantage estimator of your own")
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """No output, and one thread: the toy is so small that more of them wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def trained(config: GRPOPlusConfig, folder: str, reward_funcs: list[Any] | None = None) -> Recorder:
     """The toy, trained for three steps under this configuration, with everything written down."""
     from ..trainers.grpo import GRPOPlusTrainer
@@ -71,7 +85,7 @@ def trained(config: GRPOPlusConfig, folder: str, reward_funcs: list[Any] | None 
 
         more["peft_config"] = LoraConfig(**TOY_LORA)
     kind: Any = PPOPlusTrainer if isinstance(config, PPOPlusConfig) else GRPOPlusTrainer
-    with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with silent():
         trainer = kind(
             model=save_toy(f"{folder}/toy", hidden_size=32, num_layers=1),
             reward_funcs=reward_funcs or rewards(number),
@@ -119,6 +133,7 @@ def described(recorder: Recorder, plain_loss: Callable[..., Any] | None, plain_e
 def by_hand(recorder: Recorder, s: Settings) -> Table:
     """Goes through what was written down, in the order of time, and compares it."""
     table, rollouts, micros, steps = Table(), [], [], 0
+    latest = -1
     coefficient = s.spec["beta"] if s.kl_in("loss") else s.spec["kl_reward_coef"]
     for event in recorder.events:
         if isinstance(event, Rollout):
@@ -128,7 +143,9 @@ def by_hand(recorder: Recorder, s: Settings) -> Table:
             continue
         micros.append(event)
         if len(micros) == s.accumulation:
-            StepCheck(s, table, steps, micros, rollouts).run()
+            untrained = s.exact_windows and micros[0].rollout != latest
+            latest = micros[0].rollout
+            StepCheck(s, table, steps, micros, rollouts, untrained).run()
             micros, steps = [], steps + 1
     return table
 

@@ -155,7 +155,7 @@ def kl_metric(view: View) -> str | None:
 
 
 def kl_explodes(view: View, low: float, high: float) -> Seen | None:
-    """The KL is `high` times what it was in the first quarter, and large. Where the reward pays for it, it is but said."""
+    """The KL is `high` times what it was in the first tenth, and large. Where the reward pays for it, it is but said."""
     name = kl_metric(view)
     if name is None:
         return None
@@ -163,7 +163,7 @@ def kl_explodes(view: View, low: float, high: float) -> Seen | None:
     values = np.abs(windows.median)
     if len(values) < 4:
         return None
-    base = max(float(np.median(values[: max(2, len(values) // 4)])), low / high)
+    base = max(float(np.median(values[: max(2, len(values) // 10)])), low / high)
     last = float(values[-max(1, len(values) // 10) :].max())
     if last < high * base or last < low:
         return None
@@ -208,7 +208,9 @@ def reward_hacking(view: View, low: float, high: float) -> Seen | None:
         if len(shares) >= 4 and (name == "share/grad/kl" or view.on_policy is False):
             most, end = float(shares[: -len(shares) // 4].max()), float(np.median(shares[-max(1, len(shares) // 4) :]))
             if most >= low and end < high * most:
-                evidence.append(f"the KL's share of the {'gradient' if 'grad' in name else 'loss'} fell from {most:.2%} to {end:.2%} and the KL rose")
+                evidence.append(
+                    f"the KL's share of the {'gradient' if 'grad' in name else 'loss'} fell from {most:.2%} to {end:.2%} and the KL rose"
+                )
                 numbers |= {"share at most": most, "share at the end": end}
         coef = view.logged("kl_coef")[1]
         if len(coef) >= 8 and coef[-1] < 0.4 * high * coef[0]:
@@ -278,7 +280,7 @@ def loss_zero(view: View, low: float, high: float) -> Seen | None:
 def entropy_collapse(view: View, low: float, high: float) -> Seen | None:
     """The entropy fell to a fraction of what it was."""
     found = view.trend("entropy")
-    if found is None or found.start <= 0 or not found.falls or found.end > low * found.start:
+    if found is None or found.start <= 0 or not found.falls or view.end("entropy") > low * found.start:
         return None
     text = f"{_from_to(view, 'entropy')} nats a token, while {_from_to(view, 'reward')}"
     return Seen(text, *span(view, "entropy"), {"start": found.start, "end": found.end}, "info" if view.reward_rises else None)
@@ -326,9 +328,10 @@ def value_diverges(view: View, low: float, high: float) -> Seen | None:
     windows = view.windows("loss/value")
     if len(windows.median) < 4:
         return None
-    base = float(np.median(windows.median[: max(2, len(windows.median) // 4)]))
+    base = float(np.median(windows.median[: max(2, len(windows.median) // 10)]))
     last = float(np.median(windows.median[-2:]))
-    if not last > high * max(base, 1e-8):
+    explained = view.end("value/explained_variance")
+    if not last > high * max(base, 1e-8) or explained > low:  # where rewards begin to differ, a good critic's loss grows too
         return None
     return Seen(
         f"loss/value went from {number(base)} to {number(last)}",

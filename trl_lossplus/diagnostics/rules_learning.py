@@ -180,8 +180,8 @@ LOSS_RULES = (
         "Lower critic_learning_rate or vf_coef, clip the value loss, warm the critic up.",
         (("critic_learning_rate", "a third"), ("cliprange_value", "0.2"), ("critic_warmup_steps", "20")),
         "critic",
-        ("loss/value",),
-        (0.0, 10.0),
+        ("loss/value", "value/explained_variance"),
+        (0.1, 10.0),
     ),
     Rule(
         "variance_negative",

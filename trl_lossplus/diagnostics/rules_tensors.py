@@ -21,7 +21,7 @@ MASK_RULES = (
         c.counted("mask/outside_completion", "loss tokens outside of the completion"),
         "error",
         "The loss reads prompt or padding tokens",
-        "Tokens that the policy did not generate are in the mask: it is trained to repeat prompts or padding, and every mean is diluted.",
+        "Tokens that the policy did not generate are in the mask: KL, clip and critic act on them, and every mean is diluted.",
         "Build the mask from the generated tokens alone: a custom rollout function or tool mask is one token off, or covers the padding.",
         (("rollout_func", "return completion ids without prompt and padding"),),
         "mask",

@@ -226,7 +226,7 @@ def _fast(path: Path, names: tuple[str, ...] | None) -> Table | None:
         return None
     columns: dict[str, Array] = {}
     bad: dict[str, NDArray[np.bool_]] = {}
-    for key, values in data.items():  # Arrow gives null and a missing key alike; NaN and infinity are told apart from them
+    for key, values in data.items():
         valid = logged[key]
         _put(columns, bad, key, values[train], np.ones(train.sum(), dtype=bool) if valid is None else valid[train])
     return at[train].astype(np.int64), columns, bad
@@ -252,7 +252,8 @@ def _pieces(raw: mmap.mmap, start: int, stop: int, schema: Any) -> Iterator[Any]
             if end < start + len(ENTRY_END):
                 raise ValueError("an entry longer than a piece")
         piece = raw[start:end]
-        lines = piece.replace(b"\n", b" ").replace(b" " + ENTRY_END[1:], b" " + ENTRY_END[1:-1] + b"\n")  # one entry a line
+        lines = piece.replace(b": null", b":  NaN").replace(b"\n", b" ")  # logged without a value is not missing
+        lines = lines.replace(b" " + ENTRY_END[1:], b" " + ENTRY_END[1:-1] + b"\n")  # one entry a line
         table = pj.read_json(
             pa.BufferReader(lines),
             read_options=pj.ReadOptions(block_size=PIECE // 4),

@@ -70,6 +70,37 @@ def moments(x: Tensor, mask: Tensor) -> Moments:
     return Moments(count, mean, (select(x - mean, mask) ** 2).sum())
 
 
+def _exact_mean(mean: Tensor, values: Tensor, counts: Tensor, dim: int) -> Tensor:
+    """`mean`, or where all counted values along `dim` are equal that value, which a rounded mean would miss."""
+    low = values.masked_fill(~counts, float("inf")).amin(dim)
+    high = values.masked_fill(~counts, float("-inf")).amax(dim)
+    return torch.where(low == high, low, mean)
+
+
+def row_moments(x: Tensor, mask: Tensor) -> Moments:
+    """Moments of each row's valid tokens: (B,) tensors. Exactly zero spread for equal values."""
+    x = select(x, mask)
+    mean = _exact_mean(row_means(x, mask), x, mask, -1)
+    return Moments(mask.sum(-1).to(x.dtype), mean, (select(x - mean.unsqueeze(-1), mask) ** 2).sum(-1))
+
+
+def keyed_moments(rows: Moments, keys: Tensor, num_keys: int) -> Moments:
+    """Moments of the rows of each key 0..num_keys-1: (num_keys,) tensors. Exactly zero spread for equal values."""
+
+    def sums(x: Tensor) -> Tensor:
+        return torch.zeros(num_keys, dtype=x.dtype, device=x.device).index_add_(0, keys, x)
+
+    def extreme(fill: float, kind: str) -> Tensor:
+        start = torch.full((num_keys,), fill, dtype=rows.mean.dtype, device=rows.mean.device)
+        return start.scatter_reduce_(0, keys, rows.mean.masked_fill(rows.n == 0, fill), kind)
+
+    n = sums(rows.n)
+    mean = sums(rows.n * rows.mean) / n.clamp(min=1)
+    low, high = extreme(float("inf"), "amin"), extreme(float("-inf"), "amax")
+    mean = torch.where(low == high, low, mean)
+    return Moments(n, mean, sums(rows.m2 + rows.n * (rows.mean - mean[keys]) ** 2))
+
+
 def merge_moments(parts: Moments, dim: int = 0) -> Moments:
     """
     Moments of the union of disjoint sets, without the cancellation of E[x^2] - E[x]^2.
@@ -82,6 +113,7 @@ def merge_moments(parts: Moments, dim: int = 0) -> Moments:
     """
     count = parts.n.sum(dim)
     mean = (parts.n * parts.mean).sum(dim) / count.clamp(min=1)
+    mean = _exact_mean(mean, parts.mean, parts.n > 0, dim)
     shift = parts.mean - mean.unsqueeze(dim)
     return Moments(count, mean, (parts.m2 + parts.n * shift**2).sum(dim))
 

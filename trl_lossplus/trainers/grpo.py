@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from ..functional.errors import LossPlusError
 from ..functional.masking import row_means, row_sums, select
 from ..kl_control import AdaptiveKLController, FixedKLController, KLController
 from ..loss import LossOutput, compute_loss
+from ..registry import POLICY_LOSSES
 from ..snapshots.store import snapshot_folder, take
 from ..spec import LossSpec
 from . import minibatch, rollout
@@ -39,6 +41,11 @@ from .trl_seam import TRLSeam
 
 logger = logging.getLogger(__name__)
 
+# TRL's arguments after eval_dataset, in its order.
+POSITIONAL = (
+    "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools",
+    "rollout_func", "environment_factory",
+)  # fmt: skip
 CONTROLLER_FILE = "kl_controller.json"
 
 
@@ -63,9 +70,12 @@ class GRPOPlusTrainer(TRLSeam):
         reward_funcs: Any = None,
         args: GRPOPlusConfig | None = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *others: Any,
         token_weight_func: TokenWeightFunc | None = None,
         **kwargs: Any,
     ):
+        kwargs |= dict(zip(POSITIONAL, others, strict=False))
         args = GRPOPlusConfig() if args is None else args
         if not isinstance(args, GRPOPlusConfig):
             raise LossPlusError(f"args is a {type(args).__name__}; {type(self).__name__} needs a GRPOPlusConfig.")
@@ -73,6 +83,9 @@ class GRPOPlusTrainer(TRLSeam):
         if kwargs.get("environment_factory") is None:
             check_dataset("train_dataset", train_dataset)
             check_rollout_size(train_dataset, args.prompts_per_rollout)
+            for name, dataset in eval_dataset.items() if isinstance(eval_dataset, dict) else [("eval_dataset", eval_dataset)]:
+                if dataset is not None:
+                    check_dataset(name, dataset)
         self.spec: LossSpec = args.loss_spec()
         self.token_weight_func = token_weight_func
         self._token_weights: list[list[float]] | None = None
@@ -88,6 +101,7 @@ class GRPOPlusTrainer(TRLSeam):
                 reward_funcs=check_rewards(reward_funcs),
                 args=args,
                 train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
                 needs_reference=needs_reference,
                 scale_rewards=self.spec.scale_rewards,
                 **kwargs,
@@ -118,8 +132,15 @@ class GRPOPlusTrainer(TRLSeam):
         return (self.spec.beta if self.spec.kl_in_loss else self.spec.kl_reward_coef) or 1.0
 
     def save_plus_state(self, checkpoint: str) -> None:
-        """Writes the controller's state beside the checkpoint's other files."""
-        Path(checkpoint, CONTROLLER_FILE).write_text(json.dumps(self.kl_controller.state_dict()))
+        """
+        Writes the controller's state beside the checkpoint's other files.
+
+        In the middle of a rollout's use it is the coefficient of that rollout, which is made and measured again after a resume.
+        """
+        state = self.kl_controller.state_dict()
+        if self.mid_rollout:
+            state["coef"] = self._configured_coef * self._kl_factor
+        Path(checkpoint, CONTROLLER_FILE).write_text(json.dumps(state))
 
     def load_plus_state(self, checkpoint: str) -> None:
         """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
@@ -288,7 +309,7 @@ class GRPOPlusTrainer(TRLSeam):
             )
         if self.log_completions:
             self._show_advantages(micro_batches)
-        minibatch.trim(micro_batches, left=self._trims_left)
+        minibatch.trim(micro_batches, left=self._trims_left, multiple=self.padded_multiple)
         return micro_batches
 
     def _show_advantages(self, micro_batches: list[MicroBatch]) -> None:
@@ -338,6 +359,14 @@ class GRPOPlusTrainer(TRLSeam):
     def _gather(self) -> Callable[..., Any] | None:
         return self.gather_statistics if self.accelerator.num_processes > 1 else None
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As transformers, just before the optimizer step; a norm that is not finite stops or drops it (a finite loss can have one)."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and not math.isfinite(float(norm)):
+            self._guard.refuse_gradient(float(norm), self.state.global_step, self.accelerator.is_main_process)
+            self.model.zero_grad(set_to_none=True)
+        return norm
+
     def loss_table(self, rows: int = 5) -> list[dict[str, Any]]:
         """The rows of the last optimizer step with the largest and the smallest policy loss, prompt and completion beside them."""
         return loss_table(self._guard, self.decode, rows)
@@ -359,7 +388,8 @@ class GRPOPlusTrainer(TRLSeam):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         entropies = cast(Tensor, entropies)
-        entropies = entropies if spec.entropy_coef != 0.0 else entropies.detach()  # no graph for what nothing differentiates
+        differentiated = spec.entropy_coef != 0.0 or "entropies" in POLICY_LOSSES.get(spec.policy_loss).requires
+        entropies = entropies if differentiated else entropies.detach()  # no graph for what nothing differentiates
         mask = inputs["loss_mask"]
         entropy_mask = None
         if spec.top_entropy_quantile < 1.0:
@@ -409,7 +439,7 @@ class GRPOPlusTrainer(TRLSeam):
             self.model.zero_grad(set_to_none=True)  # an optimizer leaves parameters without a gradient as they are
         if train and self.args.nonfinite_policy == "skip":
             values["skipped_steps"] = float(self._guard.skipped)
-        if self.entropy_bonus_enabled:
+        if self.entropy_bonus_enabled and "loss/policy" in values:  # not while a critic alone is trained
             values["policy_loss"] = values["loss/policy"] + values.get("loss/kl", 0.0)  # TRL's name for the two together
             if train:
                 if self.use_adaptive_entropy:

@@ -126,17 +126,20 @@ def as_tokens(advantages: Tensor) -> Tensor:
     return advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
 
 
-def trim(micro_batches: Sequence[MicroBatch], *, left: bool) -> None:
+def trim(micro_batches: Sequence[MicroBatch], *, left: bool, multiple: int = 1) -> None:
     """
     Shortens each micro-batch to its own longest row, on the right of the completion and (if `left`) on the left of the prompt.
 
     Exact for causal models; on the left only where positions are relative, since the padded forward counts the padding. At least
-    one column of each side stays.
+    one column of each side stays; widths stay multiples of `multiple` (TRL's pad_to_multiple_of) where they were.
     """
     lengths = [_lengths(micro, left) for micro in micro_batches]
     for micro, (start, stop) in zip(micro_batches, torch.stack(lengths).tolist(), strict=True):
         prompt = micro["prompt_ids"].shape[1]
         total = prompt + micro["completion_ids"].shape[1]
+        start -= (multiple - (prompt - start) % multiple) % multiple
+        stop += (multiple - stop % multiple) % multiple
+        start, stop = max(start, 0), min(stop, total - prompt)
         for name in ("prompt_ids", "prompt_mask"):
             micro[name] = micro[name][:, start:]
         for name in COMPLETION:

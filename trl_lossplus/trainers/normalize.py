@@ -7,24 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..functional.masking import Moments, merge_moments, row_means, row_sums, whiten
-
-
-def row_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of each row's valid tokens: (B,) tensors."""
-    mean = row_means(x, mask)
-    return Moments(mask.sum(-1).to(x.dtype), mean, row_sums((x - mean.unsqueeze(-1)) ** 2, mask))
-
-
-def keyed_moments(rows: Moments, keys: Tensor, num_keys: int) -> Moments:
-    """Moments of the rows of each key 0..num_keys-1: (num_keys,) tensors."""
-
-    def sums(x: Tensor) -> Tensor:
-        return torch.zeros(num_keys, dtype=x.dtype, device=x.device).index_add_(0, keys, x)
-
-    n = sums(rows.n)
-    mean = sums(rows.n * rows.mean) / n.clamp(min=1)
-    return Moments(n, mean, sums(rows.m2 + rows.n * (rows.mean - mean[keys]) ** 2))
+from ..functional.masking import Moments, keyed_moments, merge_moments, row_moments, whiten
 
 
 def scope_keys(scope: str, group_ids: Tensor) -> Tensor:

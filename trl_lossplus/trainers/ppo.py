@@ -38,15 +38,19 @@ class PPOPlusTrainer(GRPOPlusTrainer):
 
     args: PPOPlusConfig
 
-    def __init__(self, model: str | PreTrainedModel, reward_funcs: Any = None, args: PPOPlusConfig | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: PPOPlusConfig | None = None,
+        *others: Any,
+        **kwargs: Any,
+    ):
         args = PPOPlusConfig() if args is None else args
         if not isinstance(args, PPOPlusConfig):
             raise LossPlusError(f"args is a {type(args).__name__}; {type(self).__name__} needs a PPOPlusConfig.")
-        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
-        if self._is_vlm:
-            raise LossPlusError(
-                "PPO on a vision-language model is not supported: the critic reads tokens only. Take GRPOPlusTrainer."
-            )
+        super().__init__(model, reward_funcs, args, *others, **kwargs)
+        self._refuse_vision()
         self.critic = self._build_critic(model)
         if args.disable_dropout:
             for module in self.model.modules():
@@ -70,6 +74,11 @@ class PPOPlusTrainer(GRPOPlusTrainer):
             return AdapterCritic(self.model, start)
         if kind == "shared":
             return SharedCritic(self.model, start, detach=args.critic_detach)
+        if path is None and not isinstance(model, str) and not self.model.config._name_or_path:
+            raise LossPlusError(
+                "critic='model' starts from the policy's path, and this policy is an instance that has none: set "
+                "critic_model_name_or_path, or take critic='shared'."
+            )
         name = path or (model if isinstance(model, str) else self.model.config._name_or_path)
         kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
         return ModelCritic(self.model, name, kwargs if path is None else {}, args.trust_remote_code)

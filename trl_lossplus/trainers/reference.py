@@ -51,7 +51,7 @@ def lora_sync(args: Any, model: Any, peft_config: Any, needs_reference: bool) ->
     Raises:
         LossPlusError: there is no reference to follow the policy.
     """
-    ours = bool(args.sync_ref_model) and (peft_config is not None or is_peft_model(model))
+    ours = bool(args.sync_ref_model) and (peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
     if ours and not needs_reference:
         raise LossPlusError("sync_ref_model=True: there is no KL, so no reference. Set beta > 0, or a kl_placement.")
     if ours:

@@ -137,7 +137,7 @@ def refuse_infinite(rewards: Tensor, names: Sequence[str]) -> None:
 
 def _check_rewards(name: str, rewards: Any, expected: int) -> list[float | None]:
     """The rewards as a list. Raises LossPlusError for a wrong type or count."""
-    if isinstance(rewards, Tensor):
+    if hasattr(rewards, "tolist"):  # torch, numpy
         rewards = rewards.tolist()
     if not hasattr(rewards, "__len__") or isinstance(rewards, str | dict):
         raise LossPlusError(
@@ -160,14 +160,28 @@ def _check_rewards(name: str, rewards: Any, expected: int) -> list[float | None]
 def checked_reward(func: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function (plain or async) whose result is checked: one number or None a completion. Keeps its name."""
     name = getattr(func, "__name__", type(func).__name__)
+
+    def check_call(args: Any, kwargs: Any) -> None:
+        try:
+            inspect.signature(func).bind(*args, **kwargs)
+        except TypeError as error:
+            raise LossPlusError(
+                f"reward function {name!r} cannot be called with what it is given: {error}. It gets {', '.join(sorted(kwargs))} by name; "
+                "let it end in **kwargs, and see that the dataset has the columns that it needs."
+            ) from None
+        except ValueError:
+            pass  # no signature to look at
+
     if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
 
         async def checked(*args: Any, **kwargs: Any) -> list[float | None]:
+            check_call(args, kwargs)
             return _check_rewards(name, await func(*args, **kwargs), len(kwargs["completions"]))
 
     else:
 
         def checked(*args: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[misc]
+            check_call(args, kwargs)
             return _check_rewards(name, func(*args, **kwargs), len(kwargs["completions"]))
 
     result = wraps(func)(checked)

@@ -31,6 +31,7 @@ class StepGuard:
         self.skipped = 0
         self._in_a_row = 0
         self._drop = False
+        self._gradient_was_bad = False
         self._flags: Tensor | None = None
         self._seen: list[tuple[LossOutput, MicroBatch]] = []
         self.last: list[tuple[LossOutput, MicroBatch]] = []
@@ -61,7 +62,8 @@ class StepGuard:
         assert self._flags is not None
         flags = accelerator.reduce(self._flags, reduction="sum")
         if not bool(flags.any()):
-            self._in_a_row = 0
+            self._in_a_row = self._in_a_row if self._gradient_was_bad else 0
+            self._gradient_was_bad = False
             return
         on_bad()
         found = first_bad([output for output, _ in self._seen], accelerator.process_index)
@@ -81,6 +83,25 @@ class StepGuard:
         self.skipped += 1
         self._drop = True
         if accelerator.is_main_process:
+            logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
+
+    def refuse_gradient(self, norm: float, step: int, is_main: bool) -> None:
+        """
+        What to do about a gradient that is not finite although the loss was: its norm is the same on every process.
+
+        Raises:
+            NonFiniteError: under raise; under skip after `max_skips` in a row.
+        """
+        sentence = (
+            f"step {step}: the norm of the gradient is {norm}, although every value that the loss read and gave is finite. Likely: an "
+            "infinite slope in the objective, or an overflow of half precision in the backward pass."
+        )
+        self._in_a_row += 1
+        self._gradient_was_bad = True
+        if self.policy == "raise" or self._in_a_row > self.max_skips:
+            raise NonFiniteError(f"{sentence} The optimizer step was not taken.")
+        self.skipped += 1
+        if is_main:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
 
     @property

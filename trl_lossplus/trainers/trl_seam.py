@@ -209,6 +209,16 @@ class TRLSeam(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     @property
+    def padded_multiple(self) -> int:
+        """TRL's pad_to_multiple_of as a number."""
+        return int(self.pad_to_multiple_of or 1)
+
+    @property
+    def mid_rollout(self) -> bool:
+        """Whether the rollout in use serves more micro-batches."""
+        return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    @property
     def in_first_pass(self) -> bool:
         """Whether this micro-batch is of the first optimizer step after a rollout, which has changed no weights yet."""
         return self._step % (self.args.steps_per_generation * self.num_iterations) < self.args.gradient_accumulation_steps

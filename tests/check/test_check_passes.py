@@ -1,0 +1,98 @@
+"""The check agrees with the trainer: every objective, each with another aggregation, estimator, placement and normalization."""
+
+import itertools
+
+import pytest
+
+from trl_lossplus import LossPlusError
+from trl_lossplus.check import plain, plain_advantages, plain_batch
+from trl_lossplus.config import GRPOPlusConfig
+from trl_lossplus.functional.aggregation import AGGREGATIONS
+from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+OURS = [name for name in POLICY_LOSSES.names() if POLICY_LOSSES.get(name).func.__module__.startswith("trl_lossplus")]
+ESTIMATORS = [name for name in ADVANTAGE_ESTIMATORS.names() if not ADVANTAGE_ESTIMATORS.get(name).requires - {"group_ids"}]
+SMALL = ["--per_device_train_batch_size", 8, "--max_completion_length", 5]
+
+# Settings under which an objective's bounds are reached by the toy.
+REACHED = {
+    "cispo": "--epsilon_high 1.1 --cispo_ratio_min 0.9",
+    "tis": "--is_ratio_max 1.2",
+    "mis": "--is_ratio_max 1.2 --is_ratio_min 0.8",
+    "rollout_is": "--is_ratio_max 1.2 --is_mode mask --rollout_rs token_k1,seq_mean_k3 --rollout_rs_threshold 0.8_1.3,0.1",
+    "rollout_ppo": "--rollout_rs seq_max_k2 --rollout_rs_threshold 0.05",
+    "dppo_tv": "--epsilon 0.01",
+    "dppo_kl": "--epsilon 0.001",
+    "ipo": "--ipo_threshold 0.02",
+    "clip_cov": "--clip_cov_ratio 0.1 --clip_cov_min 0.05",
+    "kl_cov": "--kl_cov_ratio 0.1",
+    "fipo": "--delta 1.5",
+    "ppo_clip": "--clip_ratio_c 1.1 --delta 1.5 --epsilon_high 0.28",
+}
+KL = itertools.cycle(
+    [
+        "--beta 0.1 --kl_estimator k1",
+        "--kl_placement reward --kl_reward_coef 0.2 --kl_reward_level token",
+        "--kl_placement both --beta 0.1 --kl_reward_coef 0.2 --kl_reward_level token --kl_estimator k3+",
+        "",
+        "--beta 0.1 --kl_estimator k2 --zero_std_groups no_kl",
+        "--beta 0.1 --kl_estimator abs --kl_controller adaptive --kl_target 0.01 --kl_horizon 100",
+        "--beta 0.1 --kl_estimator low_var_kl --zero_std_groups drop",
+    ]
+)
+NORMALIZATIONS = itertools.cycle(["", "--advantage_normalization learner", "", "--advantage_normalization rollout"])
+MORE = itertools.cycle(["", "--entropy_coef 0.01", "--off_policy_mask_threshold 0.05", "--top_entropy_quantile 0.5", ""])
+
+
+def spread():
+    """One run for each objective."""
+    ways = zip(itertools.cycle(AGGREGATIONS), itertools.cycle(ESTIMATORS), KL, NORMALIZATIONS, MORE, strict=False)
+    for name, (aggregation, estimator, kl, normalization, more) in zip(OURS, ways, strict=False):
+        normalization = "" if estimator == "gdpo" else normalization
+        words = f"--policy_loss {name} --loss_aggregation {aggregation} --advantage_estimator {estimator} {REACHED.get(name, '')}"
+        yield pytest.param(f"{words} {kl} {normalization} {more}".split(), id=name)
+
+
+@pytest.mark.parametrize("words", list(spread()))
+def test_objectives(checked, words):
+    traits = POLICY_LOSSES.get(words[1]).traits
+    if "whole_groups" in traits and "whole_groups" in GRPOPlusConfig.not_wired:
+        with pytest.raises(LossPlusError, match="whole groups"):
+            checked(*SMALL, *words)
+        return
+    code, last, text = checked(*SMALL, *words)
+    assert code == 0, text
+    assert last.startswith("ok: ")
+    assert "no plain version" not in text
+    hits = text.split("ratio other than 1 ")[1].split("/")[0]
+    assert int(hits) > 5  # off-policy, or there is nothing to see
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--trainer ppo",
+        "--trainer ppo --kl_placement reward --kl_reward_coef 0.1 --critic shared --truncated_completions bootstrap "
+        "--gae_lambda_critic 0.8 --gamma 0.9 --whiten_rewards true --missing_eos_penalty 0.3",
+        "--trainer ppo --critic adapter --beta 0.1 --value_loss huber --huber_delta 0.2 --num_generations 4 "
+        "--advantage_normalization learner --advantage_norm_scope group --loss_aggregation seq_mean_token_mean",
+        "--trainer ppo --critic_warmup_steps 1 --cliprange_value 0",
+        "--loss_type dr_grpo --mask_truncated_completions true",
+        "--loss_aggregation seq_mean_token_mean --steps_per_generation 3",
+        "--importance_sampling_level sequence --beta 0.1 --clip_objective max",
+        "--reward_weights 1.0 0.5 2.0 --scale_rewards batch --num_iterations 1",
+        "--use_adaptive_entropy true --entropy_coef 0.01",
+    ],
+)
+def test_trainers_and_schedules(checked, words):
+    code, _, text = checked(*SMALL, *words.split())
+    assert code == 0, text
+
+
+def test_every_objective_and_estimator_has_a_plain_version():
+    assert set(OURS) <= plain.OBJECTIVES.keys() | plain_batch.BATCH_OBJECTIVES.keys()
+    known = (plain_advantages.SEQUENCE_ESTIMATORS, plain_advantages.TOKEN_ESTIMATORS, plain_advantages.GROUP_TOKEN_ESTIMATORS)
+    ours = [name for name in ADVANTAGE_ESTIMATORS.names() if ":" not in name]
+    assert {name for name in ours if ADVANTAGE_ESTIMATORS.get(name).func.__module__.startswith("trl_lossplus")} <= set().union(
+        *known
+    )

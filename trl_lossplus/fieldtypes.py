@@ -1,0 +1,65 @@
+"""Types of configuration fields: numbers and booleans as YAML, the command line or a program give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .functional.errors import LossPlusError
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+# TRL's and transformers' fields that the loss and the schedule are worked out from: (kind, may be None, least value).
+INHERITED: dict[str, tuple[type, bool, float | None]] = {
+    "beta": (float, False, None), "epsilon": (float, False, None), "epsilon_high": (float, True, None), "delta": (float, True, None),
+    "sapo_temperature_pos": (float, False, None), "sapo_temperature_neg": (float, False, None), "vespo_k_pos": (float, False, None),
+    "vespo_lambda_pos": (float, False, None), "vespo_k_neg": (float, False, None), "vespo_lambda_neg": (float, False, None),
+    "entropy_coef": (float, False, None), "top_entropy_quantile": (float, False, None),
+    "off_policy_mask_threshold": (float, True, None), "temperature": (float, False, 1e-9), "learning_rate": (float, False, 0),
+    "num_iterations": (int, False, 1), "num_generations": (int, False, 1), "num_generations_eval": (int, True, 1),
+    "steps_per_generation": (int, True, 1), "generation_batch_size": (int, True, 1), "gradient_accumulation_steps": (int, False, 1),
+    "per_device_train_batch_size": (int, False, 1), "per_device_eval_batch_size": (int, False, 1),
+    "max_completion_length": (int, True, 1), "seed": (int, False, None),
+}  # fmt: skip
+KINDS = {"int": int, "float": float, "bool": bool}
+
+
+def own_kind(annotation: Any) -> tuple[type, bool] | None:
+    """(kind, may be None) of one of our fields by its annotation, or None for a field that is no number and no boolean."""
+    words = [word.strip() for word in str(annotation).split("|")]
+    kinds = [word for word in words if word in KINDS]
+    return (KINDS[kinds[0]], "None" in words) if len(kinds) == 1 else None
+
+
+def read(name: str, value: Any, kind: type, optional: bool, least: float | None = None) -> Any:
+    """
+    A field's value as its kind.
+
+    Raises:
+        LossPlusError: it is not of that kind, or below `least`.
+    """
+    wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    wrong = LossPlusError(f"{name}={value!r}: it must be {wanted}{' or None' if optional else ''}.")
+    if value is None:
+        if optional:
+            return None
+        raise wrong
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in TRUE + FALSE:
+            return str(value).lower() in TRUE
+        raise wrong
+    if isinstance(value, bool):
+        raise wrong
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+    if kind is int:
+        if not number.is_integer():
+            raise wrong
+        number = int(number)
+    elif isinstance(value, int | float):
+        number = value
+    if least is not None and number < least:
+        raise LossPlusError(f"{name}={value!r} is out of range: it must be {'> 0' if least == 1e-9 else f'>= {least:g}'}.")
+    return number
