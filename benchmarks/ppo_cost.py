@@ -14,9 +14,10 @@ rollout serves several steps, the mean over those steps, so that its passes are 
 process, the variants take turns, and what is shown is the median over the rounds of the ratio within a round; in CPU seconds, which
 other work on the same cores disturbs less than wall seconds.
 
-What is counted as memory: tensors, as a GPU's peak of allocated memory would: parameters, buffers and optimizer state, and on top
-of them the peak of what torch allocates and has not freed during one step (torch.profiler's record of each allocation). The
-growth of the process (peak resident size less that before the trainer) stands beside it: it includes what the allocator keeps.
+What is counted as memory: tensors, as a GPU's peak of allocated memory would be: parameters, buffers and optimizer state, and on top
+of them the peak of what torch allocates and has not freed during one step (torch.profiler's record of each allocation). Beside it
+stand the megabytes of activations kept for the backward pass, and the growth of the process (peak resident size less that before
+the trainer), which includes what the allocator keeps for itself.
 
 Base parameters are counted by storage: policy, critic and reference use the same ones.
 """
@@ -52,7 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 BOUNDS = {"adapter": (1.8, 1.2), "shared": (1.15, 1.1)}
-WARM, TIMED = 4, 8
+WARM, TIMED = 4, 16
+FORWARD = "ppo_cost: loss"
 
 
 def fixed_completions(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -106,14 +108,17 @@ def storages(tensors: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def peak_of(profile: Any) -> int:
-    """The most bytes that were allocated at a time, beyond those at the start, in a torch.profiler record."""
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
+def allocated(profile: Any) -> tuple[int, int]:
+    """Bytes beyond those at the start, in a torch.profiler record: the most at a time, and those kept for the backward pass."""
+    events = profile.profiler.kineto_results.events()
+    loss_done = min(e.start_ns() + e.duration_ns() for e in events if e.name() == FORWARD)
+    now = most = kept = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    return most
+        if event.start_ns() <= loss_done:
+            kept = now
+    return most, kept
 
 
 def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
@@ -143,12 +148,19 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if self.profile is not None:
                     self.profile.__exit__(None, None, None)
-                    found["peak"] = peak_of(self.profile)
+                    found["peak"], found["kept"] = allocated(self.profile)
                     control.should_training_stop = True
                 elif state.global_step > WARM:
                     cpu.append(time.process_time() - self.started[0])
                     wall.append(time.perf_counter() - self.started[1])
 
+        inner = trainer.micro_loss
+
+        def marked(*inputs: Any) -> Any:
+            with torch.profiler.record_function(FORWARD):
+                return inner(*inputs)
+
+        trainer.micro_loss = marked
         trainer.add_callback(Clock())
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the trainer prints each step
         trainer.train()
@@ -169,7 +181,7 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
             "cpu": a_step(cpu),
             "wall": a_step(wall),
             "memory": held + found["peak"],
-            "held": held,
+            "kept": found["kept"],
             "grown": found["grown"],
             "frozen": sum(p.numel() for p in module.parameters() if not p.requires_grad),
             "trained": sum(p.numel() for p in module.parameters() if p.requires_grad),
@@ -195,15 +207,14 @@ def table(title: str, rounds: list[dict[str, dict[str, float]]]) -> list[str]:
     def ratio(variant: str, name: str) -> float:
         return statistics.median(done[variant][name] / done["grpo"][name] for done in rounds)
 
-    lines = [
-        title,
-        f"  {'':8} {'CPU s':>7} {'x GRPO':>7} {'wall':>7}  {'MB':>6} {'x GRPO':>7} {'grown':>7}  {'frozen':>9} {'trained':>9}",
-    ]
+    head = f"  {'':8} {'CPU s':>6} {'x GRPO':>6} {'x wall':>6}  {'MB':>6} {'x GRPO':>6} {'kept':>6} {'x grown':>7}"
+    lines = [title, f"{head}  {'frozen':>8} {'trained':>8}"]
     for variant in rounds[0]:
         row = [
-            f"  {variant:8} {median(variant, 'cpu'):7.3f} {ratio(variant, 'cpu'):7.2f} {ratio(variant, 'wall'):7.2f}",
-            f"{median(variant, 'memory') / 1e6:6.1f} {ratio(variant, 'memory'):7.2f} {ratio(variant, 'grown'):7.2f}",
-            f"{median(variant, 'frozen'):9.0f} {median(variant, 'trained'):9.0f}",
+            f"  {variant:8} {median(variant, 'cpu'):6.3f} {ratio(variant, 'cpu'):6.2f} {ratio(variant, 'wall'):6.2f}",
+            f"{median(variant, 'memory') / 1e6:6.1f} {ratio(variant, 'memory'):6.2f} {median(variant, 'kept') / 1e6:6.1f} "
+            f"{ratio(variant, 'grown'):7.2f}",
+            f"{median(variant, 'frozen'):8.0f} {median(variant, 'trained'):8.0f}",
         ]
         lines.append("  ".join(row))
     return lines

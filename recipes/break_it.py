@@ -265,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", choices=sorted(RUNS), default=list(RUNS), metavar="NAME", help="these runs (see --list)"
     )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/break_it"))
+    parser.add_argument("--seed", type=int, default=0, help="of sampling and data order")
     parser.add_argument("--keep", action="store_true", help="keep the output folders")
     parser.add_argument("--list", action="store_true", help="list the runs")
     args = parser.parse_args(argv)
@@ -279,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.only:
         run, started = RUNS[name], time.time()
         print(f"{name}: {run.what}", flush=True)
-        folder = execute(run, args.output_dir / name)
+        folder = execute(replace(run, settings={**run.settings, "seed": args.seed}), args.output_dir / name)
         findings = diagnose(read_run(folder))
         right = verdict(run, findings)
         wrong += [] if right else [name]

@@ -25,6 +25,7 @@ class Row(NamedTuple):
     source: str = ""
 
 
+PACKAGE = f"{__name__.partition('.')[0]}."  # the pages hold ours; a listing also what a user has registered
 KL_GRADIENTS = {
     "k1": "unbiased value; in the loss it needs use_bias_correction_kl, without which its expected gradient is 0",
     "k2": "biased value; in the loss the reverse KL's gradient",
@@ -163,7 +164,7 @@ def markdown(kind: str) -> str:
         "is not scored, or has nothing to be compared with, gets 0.",
     }[kind]
     lines = [head, "", "Made by `python docs/make_catalog.py` from the registry; not to be edited by hand.", ""]
-    entries = [registry.get(name) for name in registry.names()]
+    entries = [entry for entry in map(registry.get, registry.names()) if entry.func.__module__.startswith(PACKAGE)]
     lines += ["| name | formula |", "|---|---|"]
     lines += [f"| [{e.name}](#{e.name}) | {_entry_row(e).formula.replace('|', chr(92) + '|')} |" for e in entries] + [""]
     for entry in entries:

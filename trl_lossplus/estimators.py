@@ -113,7 +113,7 @@ for _name, _func, _where in (
         options={"handle_zero_tail", "eps"},
         traits={"token_level"},
         formula=f"G_t - (sum of W G) / (sum of W) of the group {_where}, W_t = sum over j <= t of 1 - 2 pi_j + sum pi^2",
-        source="the optimal token baseline of verl 0.9",
+        source="The Optimal Token Baseline, Li et al., 2026; verl 0.9",
     )(_func)
 
 

@@ -80,7 +80,7 @@ def tis(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     requires=RATIO,
     options=BOUNDS,
     formula="-sg(r 1[is_ratio_min <= r <= is_ratio_max]) A logp",
-    source="IcePop, Ring-1T, arXiv 2510.18855",
+    source="IcePop, Ling team (Ring-1T), 2025",
 )
 def mis(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     """Masked importance weights against the old policy: tokens whose ratio is outside of the bounds are dropped."""

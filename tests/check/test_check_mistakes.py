@@ -164,6 +164,7 @@ def test_bad_input():
         (["--plain", "nowhere:loss"], "cannot be imported"),
         (["--config", "/nowhere.yaml"], "No such file"),
         (["--use_vllm", "true"], "use_vllm"),
+        (["--plain", "mistakes:too_short"], "1 losses for a completion of"),
     ):
         with pytest.raises(LossPlusError, match=message):
             main(words)

@@ -5,7 +5,11 @@ import itertools
 import pytest
 
 from trl_lossplus import LossPlusError
-from trl_lossplus.check import plain, plain_advantages, plain_batch
+from trl_lossplus.check import plain, plain_advantages, plain_batch, run
+from trl_lossplus.check.record import Rollout
+from trl_lossplus.check.sampler import letters_reward
+from trl_lossplus.check.settings import build_config
+from trl_lossplus.cli import quiet
 from trl_lossplus.config import GRPOPlusConfig
 from trl_lossplus.functional.aggregation import AGGREGATIONS
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -87,6 +91,38 @@ def test_objectives(checked, words):
 def test_trainers_and_schedules(checked, words):
     code, _, text = checked(*SMALL, *words.split())
     assert code == 0, text
+
+
+def sometimes(completions, **kwargs):
+    """A reward for most completions; none for every seventh, and for one whole prompt."""
+    return [None if i % 7 == 3 or i // 4 == 1 else float(len(text) % 3) for i, text in enumerate(completions)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--advantage_normalization learner --loss_aggregation seq_mean_token_mean",
+        "--advantage_estimator gdpo",
+        "--advantage_estimator reinforce_plus_plus_baseline --kl_placement reward --kl_reward_coef 0.1",
+        "--trainer ppo --kl_placement reward --kl_reward_coef 0.1",
+    ],
+)
+def test_rewards_that_are_not_there(words, tmp_path):
+    """Rows that no function scored have no advantage, and stay out of every mean."""
+    with quiet():
+        config = build_config([*map(str, SMALL), *words.split()], None, None, str(tmp_path), print)
+    recorder = run.trained(config, str(tmp_path), [sometimes, letters_reward] if "gdpo" in words else [sometimes])
+    settings = run.described(recorder, None, None)
+    lines, code = run.report(recorder, settings, run.by_hand(recorder, settings))
+    assert code == 0, "\n".join(lines)
+    unscored = [not x for event in recorder.events if isinstance(event, Rollout) for x in event.tensors["scored"]]
+    assert any(unscored) or "gdpo" in words
+
+
+def test_what_was_not_seen_is_said(checked):
+    code, _, text = checked(*SMALL, "--num_iterations", 1)
+    assert code == 0
+    assert "not seen, so this says nothing about it: ratio other than 1, clipped below 0.8, clipped above 1.2" in text
 
 
 def test_every_objective_and_estimator_has_a_plain_version():

@@ -129,8 +129,9 @@ def test_sequence_estimators(name, scale, mask):
         assert row[own].tolist() == pytest.approx([value] * len(own), rel=2e-5, abs=2e-5)
 
 
+@pytest.mark.parametrize("zero_tail", [False, True])
 @pytest.mark.parametrize("name", sorted({**adv.TOKEN_ESTIMATORS, **adv.GROUP_TOKEN_ESTIMATORS}))
-def test_token_estimators(name, mask):
+def test_token_estimators(name, zero_tail, mask):
     torch.manual_seed(2)
     rewards, values, squares = torch.randn(B, T), torch.randn(B, T), torch.rand(B, T)
     old = -torch.rand(B, T) - 0.5
@@ -143,7 +144,7 @@ def test_token_estimators(name, mask):
         "gae": {"values": values, "gamma": 0.9, "gae_lambda": 0.8, "gae_lambda_critic": 0.6, "bootstrap": torch.arange(B) / 10},
         "reinforce_plus_plus": {"gamma": 0.9},
         "remax": {"reward_baselines": base, "gamma": 0.9},
-    }.get(name, {"old_logps": old, "sum_pi_squared": squares})
+    }.get(name, {"old_logps": old, "sum_pi_squared": squares, "handle_zero_tail": zero_tail})
     theirs = compute_advantages(name, rewards, mask, torch.tensor(GROUPS), **more)
     rows = []
     for i, own in enumerate(columns(mask)):
@@ -151,7 +152,7 @@ def test_token_estimators(name, mask):
         row |= {"values": values[i, own].tolist(), "old_logps": old[i, own].tolist(), "sum_pi_squared": squares[i, own].tolist()}
         row |= {"scored": scored[i], "reward_baseline": numbers([base[i].item()])[0], "next_value": i / 10}
         rows.append(row)
-    options = {"gamma": 0.9, "gae_lambda": 0.8, "gae_lambda_critic": 0.6}
+    options = {"gamma": 0.9, "gae_lambda": 0.8, "gae_lambda_critic": 0.6, "handle_zero_tail": zero_tail}
     estimate = adv.GROUP_TOKEN_ESTIMATORS.get(name) or (
         lambda all_rows, _, o: [adv.TOKEN_ESTIMATORS[name](r, o) for r in all_rows]
     )

@@ -181,6 +181,29 @@ def test_logging_every_tenth_step(tmp_path, capsys):
     assert "(10 to 200)" in out
 
 
+def test_a_run_that_the_guard_stopped(tmp_path, capsys):
+    """The last checkpoint's log is clean; what the guard wrote when it stopped names the tensor. With no log at all it is enough."""
+    folder = ours(tmp_path / "run")
+    stopped = {
+        "step": 200,
+        "tensor": "ratio",
+        "sentence": "step 200: ratio is inf on rank 0, row 3, token 7. Likely: other tokens.",
+    }
+    (folder / "stopped.json").write_text(json.dumps(stopped))
+    code, out, _ = run_main(capsys, folder, "--json")
+    first = json.loads(out)["findings"][0]
+    assert (code, first["rule"], first["steps"]) == (2, "nonfinite_ratio", [200, 200])
+    assert "row 3, token 7" in first["seen"]
+    (folder / "trainer_state.json").unlink()
+    code, out, _ = run_main(capsys, folder, "--json")
+    assert (code, [f["rule"] for f in json.loads(out)["findings"]]) == (2, ["nonfinite_ratio"])
+    (folder / "stopped.json").write_text("{}")
+    assert run_main(capsys, folder)[0] == 3
+    old = {**stopped, "step": 150}
+    (ours(tmp_path / "went_on") / "stopped.json").write_text(json.dumps(old))
+    assert run_main(capsys, tmp_path / "went_on")[0] == 0
+
+
 # csv
 
 

@@ -246,3 +246,30 @@ def test_reads_names_every_metric_that_is_read():
         for name in [name for name in log.columns if not matches(name, READS)]:
             del log.columns[name]
         assert [(f.rule.id, f.seen.text) for f in diagnose(log)] == whole
+
+
+def test_single_extreme_advantages():
+    """A rare failure among successes, whitened, is 12 standard deviations out; one in a thousand is a number gone wrong."""
+
+    def once(value):
+        return run({"probe/advantage/q00": np.where(np.arange(STEPS) % 40 == 0, -value, -1.0)})
+
+    assert "advantage_extreme" not in {finding.rule.id for finding in diagnose(once(12.0))}
+    assert "advantage_extreme" in {finding.rule.id for finding in diagnose(once(1000.0))}
+
+
+def test_three_steps_tell_no_state():
+    """Flat groups, missing end tokens, cut-off completions in three steps: too few to call it the run's state."""
+    few = {
+        "frac_reward_zero_std": np.ones(3),
+        "group_reward/frac_flat": np.ones(3),
+        "mask/eos_in_loss": np.zeros(3),
+        "reward": np.zeros(3),
+    }
+    few |= {
+        "completions/clipped_ratio": np.ones(3),
+        "share/grad/policy": np.zeros(3),
+        "share/grad/kl": np.ones(3),
+        "ratio/ess": np.zeros(3),
+    }
+    assert diagnose(run(few, base={}, n=3)) == []

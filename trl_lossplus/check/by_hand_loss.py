@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..functional.errors import LossPlusError
 from . import plain, plain_terms
 from .by_hand_rollout import RolloutByHand, Settings, picked, whitening_keys
 from .plain import Row
@@ -224,7 +225,7 @@ class MicroCheck:
                 continue
             one_a_row = per_row and self.micro.shapes["mask"][1] != 1
             hits = sum(any(row) for row in flags) if one_a_row else sum(map(sum, flags))
-            count = len(flags) if one_a_row else sum(map(len, flags))
+            count = sum(map(bool, flags)) if one_a_row else sum(map(len, flags))
             self.table.one(self.section, f"clip fraction {name}", total / weight, hits / max(count, 1))
 
     def _selection(self) -> None:
@@ -256,7 +257,10 @@ class MicroCheck:
         name, spec = self.s.objective, self.clip_spec
         theirs = self.micro.per_token["policy"]
         if self.s.plain_loss is not None:
-            raw = [self.s.plain_loss(row, spec) if row["logps"] else [] for row in self.rows]
+            raw = [list(self.s.plain_loss(row, spec)) if row["logps"] else [] for row in self.rows]
+            for losses, row in zip(raw, self.rows, strict=True):
+                if len(losses) != len(row["logps"]):
+                    raise LossPlusError(f"--plain returned {len(losses)} losses for a completion of {len(row['logps'])} tokens.")
         elif name in plain.OBJECTIVES:
             raw = [plain.OBJECTIVES[name](row, spec) for row in self.rows]
         elif name in BATCH_OBJECTIVES:

@@ -100,9 +100,11 @@ def gspo(row: Row, spec: Spec) -> list[float]:
 def clip_flags(row: Row, spec: Spec) -> tuple[list[bool], list[bool]]:
     """Of each token, whether the clip acts below (r < 1 - lo, A < 0) and above (r > 1 + hi, A > 0), r at most delta."""
     low, high = epsilons(spec)
-    rs = [sequence_ratio(row, spec)] * len(row["logps"]) if spec["policy_loss"] == "gspo_token" else ratios(row, spec)
+    rs = token_ratios(row, spec)
     if spec["policy_loss"] == "rollout_ppo":
         rs = [math.exp(d) for d in sampler_differences(row, spec)]
+    elif spec["policy_loss"] == "gspo_token" or (is_sequence_level(spec) and spec["policy_loss"] not in ("clip_cov", "fipo")):
+        rs = [sequence_ratio(row, spec)] * len(row["logps"])
     bound = None if spec["policy_loss"] == "clip_cov" else spec["delta"]
     pairs = list(zip((clip(r, None, bound) for r in rs), row["advantages"], strict=True))
     return [r < 1 - low and a < 0 for r, a in pairs], [r > 1 + high and a > 0 for r, a in pairs]

@@ -193,7 +193,7 @@ def token_baseline(rows: list[dict[str, Any]], groups: Sequence[int], options: O
             there = [(sums[j][places[j][place]], returns[j][places[j][place]]) for j in group if place in places[j]]
             base = sum(w * g for w, g in there) / (sum(w for w, _ in there) + options.get("eps", 1e-8))
             alive = sum(1 for j in group if rows[j]["places"][-1] >= place)
-            alone = options.get("handle_zero_tail", True) and alive < 2
+            alone = options.get("handle_zero_tail", False) and alive < 2
             usable = row["scored"] and len(group) > 1
             advantages.append((returns[i][k] - (0.0 if alone else base)) if usable else 0.0)
         out.append((advantages, returns[i]))

@@ -198,6 +198,11 @@ def report(recorder: Recorder, s: Settings, table: Table) -> tuple[list[str], in
     if table.reached:
         seen = (f"{what} {hits}/{total}" for what, (hits, total) in table.reached.items())
         lines.append(f"seen (tokens): {', '.join(seen)}")
+    unseen = [what for what, (hits, _) in table.reached.items() if not hits]
+    if unseen:
+        lines.append(
+            f"not seen, so this says nothing about it: {', '.join(unseen)} (try a higher --learning_rate, or other bounds)"
+        )
     if table.given:
         lines.append(f"taken from the trainer as it is: {', '.join(dict.fromkeys(table.given))}")
     for what, how in table.missing.items():

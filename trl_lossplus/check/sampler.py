@@ -72,7 +72,7 @@ def completion(prompt: str, number: int, call: int, tokenizer: Any, longest: int
     if length < longest:
         ids.append(tokenizer.eos_token_id)
     own = [byte % 6 != 0 for byte in digest[-len(ids) :]]
-    if digest[3] % 24 == 0:
+    if digest[3] % 12 == 0:
         own = [False] * len(ids)
     return Completion(tokenizer.decode(ids), ids, own)
 

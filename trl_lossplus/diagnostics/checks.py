@@ -42,7 +42,7 @@ def counted(name: str, what: str) -> Check:
 def eos_left_out(view: View, low: float, high: float) -> Seen | None:
     """The end token of ended completions is not part of the loss."""
     name = "mask/eos_in_loss"
-    if not view.has(name) or view.end(name) >= low:
+    if not view.enough(name) or view.end(name) >= low:
         return None
     share = view.end(name)
     return Seen(f"the end token is in the loss for {share:.0%} of the ended completions", *span(view, name), {name: share})
@@ -73,6 +73,9 @@ def nonfinite(tensor: str) -> Check:
     """A check for non-finite values in a tensor, unless an earlier one in the chain already held some by then."""
 
     def check(view: View, low: float, high: float) -> Seen | None:
+        stopped = view.setting("stopped")
+        if stopped is not None and stopped["tensor"] == tensor:
+            return Seen(f"the run was stopped: {stopped['sentence'].rstrip('.')}", stopped["step"], stopped["step"])
         hits = bad_steps(view, tensor)
         if not hits.any():
             return None
@@ -218,7 +221,7 @@ def ratio_extreme(view: View, low: float, high: float) -> Seen | None:
 def ess_low(view: View, low: float, high: float) -> Seen | None:
     """Few tokens carry most of the importance weight."""
     name = "ratio/ess"
-    if not view.has(name) or view.end(name) >= low:
+    if not view.enough(name) or view.end(name) >= low:
         return None
     tail = view.windows(name).tail(3)
     share = view.end(name)

@@ -24,7 +24,7 @@ def _from_to(view: View, name: str) -> str:
 
 def no_signal(view: View, low: float, high: float) -> Seen | None:
     """In window after window every group is flat, and not because the task is learned."""
-    if view.flat is None or view.solved:
+    if view.flat is None or not view.enough(view.flat) or view.solved:
         return None
     windows = view.windows(view.flat)
     full = windows.median > high
@@ -42,7 +42,7 @@ def no_signal(view: View, low: float, high: float) -> Seen | None:
 
 def groups_flat(view: View, low: float, high: float) -> Seen | None:
     """Most groups have no spread at the end."""
-    if view.flat is None:
+    if view.flat is None or not view.enough(view.flat):
         return None
     tail = view.windows(view.flat).tail(3)
     flat = view.end(view.flat)
@@ -72,8 +72,8 @@ def advantage_extreme(view: View, low: float, high: float) -> Seen | None:
         return None
     widest = np.maximum(np.abs(view.run.get(names[0])), np.abs(view.run.get(names[1])))
     over = np.nan_to_num(widest) > high
-    if over.sum() < max(1, 0.01 * np.isfinite(widest).sum()):
-        return None
+    if not over.any() or (over.sum() < 0.05 * np.isfinite(widest).sum() and np.nanmax(widest) < 10 * high):
+        return None  # whitening makes a single failure among many successes stand out: that is no fault
     worst, at = float(np.nanmax(widest)), view.steps[over]
     return Seen(f"advantages reach {number(worst)} in {over.sum()} steps", int(at[0]), int(at[-1]), {"advantage": worst})
 
@@ -96,6 +96,8 @@ def one_sign(view: View, low: float, high: float) -> Seen | None:
 
 def policy_vanishes(view: View, low: float, high: float) -> Seen | None:
     """The policy's gradient is nearly nothing, though the rewards have spread."""
+    if not view.enough("grad_logp/policy") and not view.enough("share/grad/policy"):
+        return None
     if view.flat is not None and view.end(view.flat) > 0.9:
         return None
     if not view.reward_rises and not view.end("reward_std") > 0 and not view.end("group_reward/std") > 0:
@@ -232,7 +234,12 @@ def reward_hacking(view: View, low: float, high: float) -> Seen | None:
 def kl_dominates(view: View, low: float, high: float) -> Seen | None:
     """The KL term makes nearly all of the gradient and the reward does not rise."""
     share = view.end("share/grad/kl", 10)
-    if not share > high or view.reward_rises or (view.flat is not None and view.end(view.flat) > 0.9):
+    if (
+        not view.enough("share/grad/kl")
+        or not share > high
+        or view.reward_rises
+        or (view.flat is not None and view.end(view.flat) > 0.9)
+    ):
         return None
     if policy_vanishes(view, 0.01, 0.1) is not None:
         return None
@@ -290,7 +297,7 @@ def truncated(view: View, low: float, high: float) -> Seen | None:
     """Nearly all completions are cut off."""
     name = "completions/clipped_ratio"
     share = view.end(name)
-    if not share > high:
+    if not view.enough(name) or not share > high:
         return None
     masked = bool(view.setting("mask_truncated_completions"))
     severity = "error" if masked else "info" if view.reward_rises else None

@@ -86,25 +86,26 @@ def _head(runs: Sequence[RunLog]) -> Iterator[str]:
 
 def _findings(run: RunLog, index: int, several: bool) -> Iterator[str]:
     findings = diagnose(run)
+    prefix = f"{'ab'[index]}-finding" if several else "finding"
     yield f'<section class="findings"><h2>{_mark(index, several)}Findings</h2>'
     told = [finding for finding in findings if finding.severity != "info"]
     notes = [finding for finding in findings if finding.severity == "info"]
     if not told:
         yield "<p>No warning and no error.</p>"
-    yield from map(_finding, told)
+    yield from (_finding(finding, prefix) for finding in told)
     if notes:
         yield f"<details><summary>{len(notes)} note{'s' * (len(notes) != 1)}</summary>"
-        yield from map(_finding, notes)
+        yield from (_finding(finding, prefix) for finding in notes)
         yield "</details>"
     yield "</section>"
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Finding, prefix: str) -> str:
     rule, seen = finding.rule, finding.seen
     where = f"Step {seen.first}" if seen.first == seen.last else f"Steps {seen.first} to {seen.last}"
     fields = ", ".join(f"<code>{escape(name)}: {escape(value)}</code>" for name, value in rule.fields)
     return (
-        f'<article class="finding {finding.severity}" id="finding-{rule.id}"><h3><span class="badge">'
+        f'<article class="finding {finding.severity}" id="{prefix}-{rule.id}"><h3><span class="badge">'
         f"{LABELS[SEVERITIES.index(finding.severity)]}</span>{escape(rule.title)}</h3><p>{where}: {escape(seen.text)}.</p>"
         f"<p>{escape(rule.means)}</p><p>{escape(rule.change)} {fields}</p>"
         f'<p class="soft">{DOCS}#{escape(rule.anchor)}</p></article>'

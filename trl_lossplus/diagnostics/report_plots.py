@@ -25,7 +25,7 @@ STYLE: Any = {
     "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": "#e4e4e4", "axes.titlesize": 9, "axes.titlelocation": "left", "legend.framealpha": 0.75,
     "legend.edgecolor": "none", "legend.fontsize": 8,
-    "svg.fonttype": "none", "axes.axisbelow": True, "lines.linewidth": 1.4,
+    "svg.fonttype": "none", "text.parse_math": False, "axes.axisbelow": True, "lines.linewidth": 1.4,
 }  # fmt: skip
 LEVELS = ("00", "05", "25", "50", "75", "95", "100")
 

@@ -22,6 +22,7 @@ Array = NDArray[np.float64]
 
 STATE_FILE = "trainer_state.json"
 SETTINGS_FILE = "lossplus.json"
+STOPPED_FILE = "stopped.json"  # what the guard said when it stopped the run: step, tensor, sentence
 STEP_COLUMNS = ("step", "Step", "_step", "global_step", "train/global_step")
 # A csv is a run's log if it holds one of these; anything else is somebody else's table.
 TELLTALES = ("loss", "reward", "kl", "entropy", "grad_norm", "completions/mean_length", "clip_ratio/region_mean")
@@ -73,6 +74,8 @@ def read_run(path: str | Path, names: Iterable[str] | None = None) -> RunLog:
         RunLogError: nothing there, cut short, or no training log.
     """
     source = _find(Path(path))
+    if not isinstance(source, list) and source.name == STOPPED_FILE:
+        return _without_log(source)
     wanted = None if names is None else tuple(names)
     if isinstance(source, list):
         return _from_csv(source, Path(path), wanted)
@@ -93,6 +96,8 @@ def _find(path: Path) -> Path | list[Path]:
     numbered = [(int(m[1]), p) for p in path.glob(f"checkpoint-*/{STATE_FILE}") if (m := re.search(r"-(\d+)$", p.parent.name))]
     if numbered:
         return max(numbered)[1]
+    if (path / STOPPED_FILE).is_file():
+        return path / STOPPED_FILE
     tables = sorted(path.glob("*.csv"))
     if tables:
         return tables
@@ -116,6 +121,9 @@ def _from_state(path: Path, names: tuple[str, ...] | None) -> RunLog:
     steps, columns, bad = table
     if not len(steps):
         raise RunLogError(f"{path}: its log_history holds no training step: nothing was logged yet.")
+    stopped = _read_stopped(folder, int(steps[-1]))
+    if stopped:
+        settings = {**settings, "stopped": stopped}
     ours = bool(settings) or any(name.startswith(("loss/", "probe/", "group_reward/")) for name in columns)
     name = folder.name or str(folder.resolve().name)
     return RunLog(name, str(path), "trl-lossplus" if ours else "trl", steps, columns, bad, settings, folder)
@@ -151,6 +159,28 @@ def _read_settings(folders: Sequence[Path]) -> dict[str, Any]:
             flat = {key: value for key, value in found.items() if key not in ("config", "spec")}
             return {key: value for part in [*nested, flat] if isinstance(part, dict) for key, value in part.items()}
     return {}
+
+
+def _read_stopped(folder: Path, last: int) -> dict[str, Any] | None:
+    """Why the guard stopped the run; None where it did not, or where training went on after it."""
+    try:
+        found = json.loads((folder / STOPPED_FILE).read_text())
+        return (
+            {"step": int(found["step"]), "tensor": str(found["tensor"]), "sentence": str(found["sentence"])}
+            if found["step"] >= last
+            else None
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _without_log(path: Path) -> RunLog:
+    """A run that the guard stopped before anything was logged."""
+    stopped = _read_stopped(path.parent, 0)
+    if stopped is None:
+        raise RunLogError(f"{path}: cannot be read, and there is no {STATE_FILE} beside it.")
+    settings = {**_read_settings([path.parent]), "stopped": stopped}
+    return RunLog(path.parent.name, str(path), "trl-lossplus", np.array([stopped["step"]]), {}, {}, settings, path.parent)
 
 
 Table = tuple[NDArray[np.int64], dict[str, Array], dict[str, NDArray[np.bool_]]]

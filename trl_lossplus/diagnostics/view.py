@@ -13,6 +13,7 @@ from .runlog import Array, RunLog
 
 WINDOWS = 20  # into which a run is divided, at most
 WINDOW_LEAST = 5  # logged steps in a window, at least
+ENOUGH = 8  # logged values that a state of the run is judged by, at least
 NOISE = 4.0  # standard errors by which two parts of a run must differ
 
 
@@ -69,6 +70,10 @@ class View:
         """Whether each metric has at least one finite value."""
         return all(len(self.windows(name).median) for name in names)
 
+    def enough(self, name: str) -> bool:
+        """Whether a metric was logged often enough to be judged as a state of the run, not of a step."""
+        return len(self.logged(name)[0]) >= ENOUGH
+
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the loss or the configuration; `default` where the run did not write it down."""
         value = self.run.settings.get(name)
@@ -108,7 +113,7 @@ class View:
         return float(np.median(tail)) if len(tail) else float("nan")
 
     def trend(self, name: str) -> Trend | None:
-        """How a metric went from the beginning to the end; None for fewer than 8 values."""
+        """How a metric went from the beginning to the end; None for fewer than `ENOUGH` values."""
         if name not in self._trends:
             self._trends[name] = trend(self.logged(name)[1])
         return self._trends[name]
@@ -159,7 +164,7 @@ class View:
 def trend(values: Array) -> Trend | None:
     """See `Trend`; the noise is measured between neighbouring steps, so that a trend does not count as noise."""
     n = len(values)
-    if n < 8:
+    if n < ENOUGH:
         return None
     head, tail = values[: max(2, min(n // 4, 10))], values[-max(2, n // 4) :]
     start, end = float(head.mean()), float(tail.mean())

@@ -74,8 +74,8 @@ def gpg(rewards: Tensor, group_ids: Tensor, *, f_norm: float = 1.0, alpha_from: 
 
     Args:
         f_norm: a constant divisor.
-        alpha_from: which rows carry a gradient: spread, those of groups with two different rewards (the paper); nonzero, those
-            with a reward other than 0 (verl).
+        alpha_from: which rows carry a gradient: spread, those of groups with two different rewards, whose gradient is not 0;
+            nonzero, those with a reward other than 0 (verl).
 
     Returns:
         (B,).
@@ -83,7 +83,7 @@ def gpg(rewards: Tensor, group_ids: Tensor, *, f_norm: float = 1.0, alpha_from: 
     Raises:
         LossPlusError: alpha_from is neither.
 
-    Source: GPG (2504.02546) eq. 6 and 7: alpha makes up for the groups without spread, whose gradient is 0.
+    Source: GPG (2504.02546): alpha makes up for the groups without spread, whose gradient is 0.
     """
     if alpha_from not in ("spread", "nonzero"):
         raise LossPlusError(f"alpha_from={alpha_from!r} is not known. Allowed: nonzero, spread.")
@@ -185,7 +185,7 @@ def optimal_token_baseline(
     Returns:
         `Advantages`; 0 in a group with one scored completion (verl: its return).
 
-    Source: the optimal token baseline of verl 0.9 (Li et al.), as implemented there, except that the tail starts where no other
+    Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (Li et al., 2026), as in verl 0.9, except that the tail starts where no other
     row has tokens any more; verl compares lengths with positions, which are not the same where masked tokens lie inside a row.
     """
     scored = ~(torch.isnan(rewards) & mask).any(-1)

@@ -11,7 +11,7 @@ the choice then depends on the split and on what else drew numbers. Here it is a
   valid tokens); the k lowest hashes win. No generator, no counter, no row number: order of rows, padding, processes and
   micro-batches play no part. Tokens that tie exactly are chosen together.
 
-Source: "The Entropy Mechanism of RL for Reasoning Language Models" (2505.22617), sections 4.2 and 4.3; verl's clip_cov and kl_cov.
+Source: "The Entropy Mechanism of RL for Reasoning Language Models" (2505.22617); verl's clip_cov and kl_cov.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def clip_cov(
     Args:
         ratio: (B, T). advantages: (B, T) or (B, 1). selected: (B, T) bool, from `clip_cov_tokens`.
 
-    Source: Clip-Cov (2505.22617) eq. 13. verl does not bound the log ratio; ours is bounded by the caller.
+    Source: Clip-Cov (2505.22617). verl does not bound the log ratio; ours is bounded by the caller.
     """
     low, high = 1 - epsilon_low, 1 + epsilon_high
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
@@ -132,7 +132,7 @@ def kl_cov(ratio: Tensor, log_ratio: Tensor, advantages: Tensor, selected: Tenso
         ratio, log_ratio: (B, T) of pi / pi_old. advantages: (B, T) or (B, 1). selected: (B, T) bool, from `kl_cov_tokens`.
         coef: of the penalty; its gradient is 0 at ratio 1 and +-coef elsewhere.
 
-    Source: KL-Cov (2505.22617) eq. 15. There is no clip. verl documents coef 1 and defaults to .1; .1 here.
+    Source: KL-Cov (2505.22617). There is no clip. verl documents coef 1 and defaults to .1; .1 here.
     """
     loss = -advantages * ratio
     return PolicyTerm(torch.where(selected, loss + coef * log_ratio.abs(), loss), {"kl_cov_ratio": selected})

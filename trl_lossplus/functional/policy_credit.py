@@ -21,7 +21,7 @@ def dro(log_ratio: Tensor, advantages: Tensor, logps: Tensor, *, beta: float = 0
     Args:
         log_ratio, logps: (B, T), connected. advantages: (B, T) or (B, 1). beta: > 0.
 
-    Source: DRO (2405.19107) eq. 6 and Kimi k1.5 (2501.12599) eq. 3, where logp and log r are those of whole completions; token by
+    Source: DRO (2405.19107) and Kimi k1.5 (2501.12599) eq. 3, where logp and log r are those of whole completions; token by
     token here, as in verl's dro and ROLL's kimi15. verl has no default for beta; ROLL's is .1.
     """
     return PolicyTerm(-(advantages * logps - 0.5 * beta * log_ratio**2), {"dro_penalty": 0.5 * beta * log_ratio.detach() ** 2})

@@ -21,7 +21,7 @@ def weighted_logp(logps: Tensor, advantages: Tensor, weights: Tensor | None = No
     Args:
         logps: (B, T). advantages, weights: (B, T) or (B, 1).
 
-    Source: Williams (1992); GPG (2504.02546) eq. 5 is the same loss with w = 1, its own part are its advantages.
+    Source: Williams (1992); GPG (2504.02546) is the same loss with w = 1, its own part are its advantages.
     """
     loss = -advantages * logps
     return PolicyTerm(loss if weights is None else loss * weights.detach())
@@ -73,7 +73,7 @@ def importance_weighted(
         `PolicyTerm` with the share of tokens where a bound acted.
 
     Sources: truncation as in IMPALA (1802.01561); "TIS": Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training" (2025); masking: IcePop, Ring-1T (2510.18855). ROLL's `tis` truncates to [0, 1], verl's bypass mode at 2, SkyRL's
+    training" (2025); masking: IcePop (Ling team, Ring-1T, 2025). ROLL's `tis` truncates to [0, 1], verl's bypass mode at 2, SkyRL's
     `rollout_is` masks outside of (1 - lo, 1 + hi): all of them by `low` and `high`.
     """
     weights, outside = bounded_weights(log_ratio, mode=mode, low=low, high=high, log_ratio_clamp=log_ratio_clamp)
