@@ -6,7 +6,7 @@ What one PPO optimizer step costs in time and memory, relative to a GRPO one.
 
 The model is the toy with hidden size 256 and 4 layers, under LoRA (all linear layers, rank 32) in float32 on the CPU; 16 rows of 32
 prompt tokens and 64 completion tokens, 4 completions a prompt. Completions come from a fixed `rollout_func`, so no token is
-generated: generation costs both the same and would hide the difference.
+generated: generation costs both the same and hides the difference, as the last setting shows, in which it is part of the step.
 
 What is timed: everything from the start to the end of an optimizer step (`on_step_begin` to `on_step_end`): scoring, the passes of
 the rollout that the setting needs (old values, old log-probs, reference), GAE, forward, backward, clipping, optimizer. Where one
@@ -25,6 +25,7 @@ Base parameters are counted by storage: policy, critic and reference use the sam
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -51,6 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kl_reward_level": "token",
         "num_iterations": 4,
     },
+    "TRL's defaults, and the tokens are generated": {"gradient_checkpointing": True, "generate": True},
 }
 BOUNDS = {"adapter": (1.8, 1.2), "shared": (1.15, 1.1)}
 WARM, TIMED = 4, 16
@@ -83,6 +85,8 @@ def build(variant: str, settings: dict[str, Any], folder: str) -> Any:
     from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, PPOPlusConfig, PPOPlusTrainer
     from trl_lossplus.toy import FILLERS, TOY_LORA, save_toy
 
+    settings = dict(settings)
+    rollout = {} if settings.pop("generate", False) else {"rollout_func": fixed_completions}
     words = FILLERS.split()
     prompts = [" ".join(words[(start + i) % len(words)] for i in range(PROMPT)) for start in range(len(words))]
     lora = {} if variant == "model" else {"peft_config": LoraConfig(**TOY_LORA)}
@@ -98,7 +102,7 @@ def build(variant: str, settings: dict[str, Any], folder: str) -> Any:
         reward_funcs=spread_reward,
         args=config(**common, **critic),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        rollout_func=fixed_completions,
+        **rollout,
         **lora,
     )
 
@@ -162,9 +166,8 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
 
         trainer.micro_loss = marked
         trainer.add_callback(Clock())
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the trainer prints each step
-        trainer.train()
-        sys.stdout = sys.__stdout__
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # the trainer prints each step
+            trainer.train()
         module = trainer.model
         state = [v for s in trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         held = storages([*module.parameters(), *module.buffers(), *state])

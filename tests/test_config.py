@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_config_more import REFUSED
+from test_config_more import VALUES as ELSEWHERE
 from trl import GRPOConfig, TrlParser
 
 from trl_lossplus import GRPOPlusConfig, LossPlusError, LossSpec, PPOPlusConfig, register_advantage_estimator
@@ -21,12 +23,12 @@ THEIRS = {item.name: item for item in dataclasses.fields(GRPOConfig)}
 NEW = {
     item.name: item
     for item in dataclasses.fields(GRPOPlusConfig)
-    if item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata
+    if item.name not in ELSEWHERE and (item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata)
 }
 PPO_NEW = {
     item.name: item
     for item in dataclasses.fields(PPOPlusConfig)
-    if item.name not in NEW and (item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata)
+    if item.name not in {*NEW, *ELSEWHERE} and (item.name not in THEIRS or item.metadata != THEIRS[item.name].metadata)
 }
 CPU = {"use_cpu": True, "bf16": False}
 
@@ -122,7 +124,8 @@ def test_yaml_and_command_line(kind, name, tmp_path):
     values = {**needs, name: value}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
-    flags = [word for item in values.items() for word in (f"--{item[0]}", str(item[1]))]
+    words = {key: [str(part) for part in (given if isinstance(given, list) else [given])] for key, given in values.items()}
+    flags = [word for key, given in words.items() for word in (f"--{key}", *given)]
     spec = kind(**CPU, **values).loss_spec()
     assert getattr(spec, name, value) == value
     others = {float: 1.5 if name != "gae_lambda" else 0.5, bool: not value, int: 8}
@@ -131,7 +134,7 @@ def test_yaml_and_command_line(kind, name, tmp_path):
     for config in (
         parse("--config", str(file), kind=kind),
         parse(*flags, kind=kind),
-        parse("--config", str(other), f"--{name}", str(value), kind=kind),
+        parse("--config", str(other), f"--{name}", *words[name], kind=kind),
     ):
         assert getattr(config, name) == value
         assert config.loss_spec() == spec
@@ -426,7 +429,9 @@ CONFLICTS = [
 ]  # fmt: skip
 
 
-register_advantage_estimator("test_by_token", requires={"old_values"}, traits={"token_level"})(lambda r, v, m: r)
+register_advantage_estimator("test_by_token", requires={"old_values"}, traits={"token_level"}, formula="r", source="these tests")(
+    lambda r, v, m: r
+)
 
 # The same for PPO's own fields.
 PPO_CONFLICTS = [
@@ -507,7 +512,7 @@ def test_no_conflict_is_untested():
     modules = (config_module, ppo_module, resolve_module, spec_module)
     names = {Path(module.__file__).name for module in modules}
     own = ({"beat": 0.1}, {"beta": "high"}, {"kl_reward_coef": 0.1}, {"kl_controller": "adaptive", "kl_target": 0.1})
-    cases = [(make, fields) for fields, _ in CONFLICTS] + [(make_ppo, fields) for fields, _ in PPO_CONFLICTS]
+    cases = [(make, fields) for fields, _ in (*CONFLICTS, *REFUSED)] + [(make_ppo, fields) for fields, _ in PPO_CONFLICTS]
     reached = set()
     for build, fields in [*cases, *((lambda **x: LossSpec.from_dict(x), fields) for fields in own)]:
         try:

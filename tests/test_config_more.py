@@ -115,25 +115,26 @@ def test_numbers_as_thresholds():
     assert spec.rollout_rs_threshold == "0.1"
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k1'", "does not act on it"]),
-        ({"rollout_is_batch_normalize": True}, ["rollout_is_batch_normalize=True", "does not act on it"]),
-        ({"policy_loss": "real"}, ["policy_loss='real'", "whole groups", "per_device_train_batch_size=8", "(yet)"]),
-        ({"policy_loss": "kl_cov", "gradient_accumulation_steps": 2}, ["policy_loss='kl_cov'", "whole optimizer step", "(now 2)"]),
-        ({"policy_loss": "clip_cov", "gradient_accumulation_steps": 4}, ["policy_loss='clip_cov'", "to 1"]),
-        ({"advantage_estimator": "opo"}, ["advantage_estimator (opo)", "lengths (B,)", "does not make it"]),
-        ({"advantage_estimator": "remax"}, ["advantage_estimator (remax)", "reward_baselines (B,)", "greedy completion"]),
-        ({"advantage_estimator": "optimal_token_baseline"}, ["advantage_estimator (optimal_token_baseline)", "sum_pi_squared (B, T)"]),
-        ({"advantage_estimator": "gae"}, ["old_values", "PPOPlusTrainer for a critic"]),
-        ({"rollout_rs": "token_k9", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k9'", "Did you mean"]),
-        ({"rollout_rs_threshold": "2"}, ["rollout_rs_threshold='2'", "Set rollout_rs"]),
-        ({"policy_loss": "tis", "is_ratio_min": 3.0}, ["is_ratio_min=3.0", "< is_ratio_max"]),
-        ({"policy_loss": "kl_cov", "kl_cov_ratio": 1.5}, ["kl_cov_ratio=1.5", "at most 1"]),
-        ({"policy_loss": "tis", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'tis'"]),
-    ],
-)  # fmt: skip
+REFUSED = [
+    ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k1'", "does not act on it"]),
+    ({"rollout_is_batch_normalize": True}, ["rollout_is_batch_normalize=True", "does not act on it"]),
+    ({"policy_loss": "real"}, ["policy_loss='real'", "whole groups", "per_device_train_batch_size=8", "(yet)"]),
+    ({"policy_loss": "kl_cov", "gradient_accumulation_steps": 2}, ["policy_loss='kl_cov'", "whole optimizer step", "(now 2)"]),
+    ({"policy_loss": "clip_cov", "gradient_accumulation_steps": 4}, ["policy_loss='clip_cov'", "to 1"]),
+    ({"advantage_estimator": "opo"}, ["advantage_estimator (opo)", "lengths (B,)", "does not make it"]),
+    ({"advantage_estimator": "remax"}, ["advantage_estimator (remax)", "reward_baselines (B,)", "greedy completion"]),
+    ({"advantage_estimator": "optimal_token_baseline"}, ["advantage_estimator (optimal_token_baseline)", "sum_pi_squared (B, T)"]),
+    ({"advantage_estimator": "gae"}, ["old_values", "PPOPlusTrainer for a critic"]),
+    ({"rollout_rs": "token_k9", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k9'", "Did you mean"]),
+    ({"rollout_rs_threshold": "2"}, ["rollout_rs_threshold='2'", "Set rollout_rs"]),
+    ({"policy_loss": "tis", "is_ratio_min": 3.0}, ["is_ratio_min=3.0", "< is_ratio_max"]),
+    ({"policy_loss": "kl_cov", "kl_cov_ratio": 1.5}, ["kl_cov_ratio=1.5", "at most 1"]),
+    ({"policy_loss": "tis", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'tis'"]),
+    ({"f_norm": 2.0}, ["f_norm=2.0", "nothing reads it with advantage_estimator"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
 def test_refused(fields, words, monkeypatch):
     """What a trainer cannot feed, or nothing reads: named with its value and the remedy (here of one that does the least)."""
     monkeypatch.setattr(GRPOPlusConfig, "not_wired", NOT_WIRED)

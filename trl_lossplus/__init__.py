@@ -22,6 +22,7 @@ _PUBLIC = {
     "LossPlusError": "functional.errors",
     "register_policy_loss": "registry",
     "register_advantage_estimator": "registry",
+    "LossDoctorCallback": "diagnostics.callback",
     "GRPOPlusConfig": "config",
     "Snapshot": "snapshots.store",
     "replay": "snapshots.replay",

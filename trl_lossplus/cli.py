@@ -265,6 +265,16 @@ class Command(NamedTuple):
     run: Callable[[Sequence[str]], int]
 
 
+def run_list(arguments: Sequence[str]) -> int:
+    """`list [KIND]`: the catalog of one kind, or of all."""
+    from .catalog import KINDS, listing
+
+    if len(arguments) > 1:
+        raise LossPlusError(f"list takes one kind, and got {' '.join(arguments)}.")
+    print("\n\n".join(listing(kind) for kind in (arguments or KINDS)))
+    return 0
+
+
 def _from(module: str, function: str) -> Callable[[Sequence[str]], int]:
     """A command whose module is imported when it runs."""
 
@@ -277,6 +287,11 @@ def _from(module: str, function: str) -> Callable[[Sequence[str]], int]:
 COMMANDS: dict[str, Command] = {
     "explain": Command("the loss of a configuration in words, with every warning", run_explain),
     "snapshot": Command("look at a snapshot, or what differs between two", _from("snapshots.command", "snapshot_main")),
+    "check": Command("every number of a toy run a second time, by hand", _from("check.run", "main")),
+    "doctor": Command("what is wrong with a run, and what to change", _from("diagnostics.doctor", "main")),
+    "report": Command("one HTML file about a run, or two", _from("diagnostics.report", "main")),
+    "list": Command("what can be chosen: policy, advantages, kl, aggregation, correction", run_list),
+    "memory": Command("what a training takes, from its shape and method", _from("memory", "main")),
     "replay": Command("a snapshot's tensors under another loss, or a sweep of them", _from("snapshots.command", "replay_main")),
 }
 

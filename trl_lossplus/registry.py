@@ -141,7 +141,7 @@ class Registry:
         """
         _load_builtins()
         if not isinstance(name, str):
-            raise LossPlusError(f"{self.kind}={name!r}: it must be a name, or package.module:function.")
+            raise unknown_name(self.kind, name, [*self.entries, "package.module:function"])
         if name in self.entries:
             return self.entries[name]
         if not isinstance(name, str) or ":" not in name:

@@ -21,6 +21,8 @@ def relative(a, b, start):
     What did not change must be equal: there any difference counts whole.
     """
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())[:4]
+    if not all(value.isfinite().all() for value in (*a.values(), *b.values())):
+        return float("inf")
     worst = 0.0
     for which in {part(name) for name in b}:
         names = [name for name in b if part(name) == which]

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import yaml
-from cells import CASES, KL, PPO, all_cells, case
+from cells import CASES, KL, PPO, SKIP, all_cells, case
 from compare import faults, judge, relative, weights
 from launches import ACCELERATE, CONFIGS, HERE, LAUNCHES, ROOT, command, cpu_form, free_port, last_lines, run_cells, start
 
@@ -98,18 +98,49 @@ def test_processes_without_signal_finish_with_equal_weights(results):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("launch", ["DDP", "FSDP2"])
+def test_g2_a_step_that_is_not_finite_is_dropped_on_every_process(results, launch):
+    """G2 with nonfinite_policy=skip: NaN on one process; the step is dropped on both, as on one process."""
+    all_right(results.judged(launch, [SKIP]))
+    assert [entry.get("skipped_steps") for entry in results.facts(launch, "G2_skip")["log"]] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_deepspeed_takes_its_own_steps_so_skip_is_refused(results):
+    """DeepSpeed steps inside the backward pass: a step cannot be dropped after it, so the configuration is refused."""
+    results.run("ZeRO-2", [SKIP])
+    assert "nonfinite_policy='skip'" in (results.folder / "ZeRO-2" / "G2_skip.error").read_text()
+
+
+@pytest.mark.slow
 def test_collectives_that_we_add(results):
-    """At most 3 an optimizer step beside TRL's, whatever the number of micro-batches."""
+    """
+    An optimizer step, whatever the number of micro-batches: 3 for GRPO; one more for an adaptive KL, and for PPO's whitening.
+
+    All collectives together are no more than stock TRL's and 3: it has some in every micro-batch that we do not have.
+    """
+    kinds = {
+        "grpo": (3, {"num_generations": 2}),
+        "kl": (4, {"num_generations": 2, **KL}),
+        "ppo": (4, {**PPO, "num_generations": 2}),
+    }
     cells = [
         {**case(f"count_{name}_{n}", rows=16 // n, gradient_accumulation_steps=n, **settings), "count": True}
-        for name, settings in (("grpo", {"num_generations": 2}), ("kl", {"num_generations": 2, **KL}), ("ppo", PPO))
+        for name, (_, settings) in kinds.items()
         for n in (2, 8)
     ]
-    results.run("DDP", cells)
-    for name in ("grpo", "kl", "ppo"):
-        few, many = (results.facts("DDP", f"count_{name}_{n}")["collectives"]["ours"] for n in (2, 8))
-        assert few == many, name
-        assert all(len(calls) <= 3 for calls in few.values()), (name, few)
+    stock = case("count_stock_8", rows=2, gradient_accumulation_steps=8, num_generations=2)
+    results.run("DDP", [*cells, {**stock, "count": True, "stock": True}])
+    by_step = results.facts("DDP", "count_stock_8")["collectives"]["others"]
+    of_trl = [len(by_step[step]) for step in ("0", "1", "2")]
+    for name, (most, _) in kinds.items():
+        few, many = (results.facts("DDP", f"count_{name}_{n}")["collectives"] for n in (2, 8))
+        assert few["ours"] == many["ours"], name
+        assert all(len(calls) <= most for calls in few["ours"].values()), (name, few["ours"])
+        together = [len(many["ours"][step]) + len(many["others"][step]) for step in ("0", "1", "2")]
+        assert all(ours <= theirs + 3 for ours, theirs in zip(together, of_trl, strict=True)), (name, together, of_trl)
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ def build(cell, folder):
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": args.learning_rate, "momentum": 0.5})
     if "kill" in cell:
         kill_in_step(trainer, cell["kill"])
+    if "nan" in cell:
+        poison(trainer, cell["nan"])
     return trainer
 
 
@@ -62,9 +64,21 @@ def kill_in_step(trainer, step):
     trainer.micro_loss = micro_loss
 
 
+def poison(trainer, step):
+    """NaN advantages on the last process, in every micro-batch of one optimizer step."""
+    inner = trainer.micro_loss
+
+    def micro_loss(model, inputs):
+        if trainer.state.global_step == step and trainer.accelerator.is_last_process:
+            inputs = {**inputs, "advantages": inputs["advantages"] * float("nan")}
+        return inner(model, inputs)
+
+    trainer.micro_loss = micro_loss
+
+
 def facts(trainer):
     """What is compared between launches."""
-    keep = ("step", "loss", "grad_norm", "reward", "kl", "kl_coef", "kl_rollout", "entropy")
+    keep = ("step", "loss", "grad_norm", "reward", "kl", "kl_coef", "kl_rollout", "entropy", "skipped_steps")
     log = [
         {
             name: value
@@ -74,10 +88,10 @@ def facts(trainer):
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    coefs = [trainer.kl_controller.coef]
+    coefs = [trainer.kl_controller.coef if hasattr(trainer, "kl_controller") else trainer.beta]
     if torch.distributed.is_initialized():
-        coefs = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(coefs, trainer.kl_controller.coef)
+        coefs, mine = [None] * torch.distributed.get_world_size(), coefs[0]
+        torch.distributed.all_gather_object(coefs, mine)
     return {
         "processes": trainer.accelerator.num_processes,
         "wrapped": type(trainer.model_wrapped).__name__,

@@ -14,11 +14,13 @@ import trl
 from transformers import TrainerCallback
 
 from .. import __version__
+from .checks import active_dropout
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
 
 DESCRIPTION = "lossplus.json"
+STOPPED = "stopped.json"
 
 
 class DescribeRun(TrainerCallback):
@@ -44,5 +46,7 @@ class DescribeRun(TrainerCallback):
             "processes": self.trainer.accelerator.num_processes,
             "optimizer_steps_per_rollout": args.optimizer_steps_per_rollout,
             "is_on_policy": args.is_on_policy,
+            "active_dropout": active_dropout(self.trainer.model),
         }
+        (folder / STOPPED).unlink(missing_ok=True)
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,21 +19,21 @@ from ..config import GRPOPlusConfig
 from ..diagnostics.probes import StepStatistics, first_pass_deviation, mask_statistics
 from ..estimators import compute_advantages
 from ..functional.aggregation import Window
-from ..functional.correction import rollout_importance_weights
 from ..functional.errors import LossPlusError
 from ..functional.masking import row_means, row_sums, select
-from ..kl_control import AdaptiveKLController, FixedKLController, KLController
+from ..kl_control import KLController
 from ..loss import LossOutput, compute_loss
 from ..registry import POLICY_LOSSES
-from ..snapshots.store import snapshot_folder, take
 from ..spec import LossSpec
 from . import minibatch, rollout
 from .callbacks import DescribeRun
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
+from .kl_state import controller_for, load_controller, save_controller, starting_coef
 from .minibatch import MicroBatch
 from .normalize import whiten_together
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .step_guard import StepGuard, loss_table
+from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
 from .trl_seam import TRLSeam
 
@@ -46,7 +44,6 @@ POSITIONAL = (
     "processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools",
     "rollout_func", "environment_factory",
 )  # fmt: skip
-CONTROLLER_FILE = "kl_controller.json"
 
 
 class GRPOPlusTrainer(TRLSeam):
@@ -109,27 +106,17 @@ class GRPOPlusTrainer(TRLSeam):
         self.reference_adapter = ReferenceAdapter(self.model) if follows else None
         if self.reference_adapter is not None:
             self.add_callback(self.reference_adapter)
-        self.kl_controller: KLController = self._build_controller()
+        self.kl_controller: KLController = controller_for(self.spec)
         self._kl_factor = 1.0  # the coefficient in use over the configured one, fixed at each rollout
         self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
-        self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips)
+        self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, Path(str(args.output_dir)))
         self.add_callback(DescribeRun(self))
         self._trims_left = has_rotary_positions(self.model)
         self._warned_of_no_signal = False
-        self._used_spec = self.spec
+        self.used_spec = self.spec
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
 
     # The KL coefficient.
-
-    def _build_controller(self) -> KLController:
-        coef = self.spec.beta if self.spec.kl_in_loss else self.spec.kl_reward_coef
-        if self.spec.kl_controller == "fixed":
-            return FixedKLController(coef)
-        return AdaptiveKLController(coef, cast(float, self.spec.kl_target), self.spec.kl_horizon)
-
-    @property
-    def _configured_coef(self) -> float:
-        return (self.spec.beta if self.spec.kl_in_loss else self.spec.kl_reward_coef) or 1.0
 
     def save_plus_state(self, checkpoint: str) -> None:
         """
@@ -137,25 +124,14 @@ class GRPOPlusTrainer(TRLSeam):
 
         In the middle of a rollout's use it is the coefficient of that rollout, which is made and measured again after a resume.
         """
-        state = self.kl_controller.state_dict()
-        if self.mid_rollout:
-            state["coef"] = self._configured_coef * self._kl_factor
-        Path(checkpoint, CONTROLLER_FILE).write_text(json.dumps(state))
+        in_use = starting_coef(self.spec) * self._kl_factor if self.mid_rollout else self.kl_controller.coef
+        save_controller(checkpoint, self.kl_controller, in_use)
 
     def load_plus_state(self, checkpoint: str) -> None:
         """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
         if self.reference_adapter is not None:
             self.reference_adapter.load(checkpoint)
-        if self.spec.kl_controller != "adaptive":
-            return
-        path = Path(checkpoint, CONTROLLER_FILE)
-        state = json.loads(path.read_text()) if path.exists() else {}
-        if state.get("kind") == "adaptive":
-            self.kl_controller.load_state_dict(state)
-        else:
-            logger.warning(
-                "%s has no adaptive %s: the KL coefficient starts at %s.", checkpoint, CONTROLLER_FILE, self.kl_controller.coef
-            )
+        load_controller(checkpoint, self.kl_controller)
 
     # The rollout.
 
@@ -208,7 +184,7 @@ class GRPOPlusTrainer(TRLSeam):
                 num_groups=len(rewards) // num_generations,
                 gather=self.accelerator.gather,
             )[0]
-        self._correct_rollout(out, mask)
+        rollout.correct(out, mask, self.args, self.spec)
         self._log_groups(scored, num_generations)
         return out
 
@@ -230,7 +206,7 @@ class GRPOPlusTrainer(TRLSeam):
         spec = self.spec
         adaptive = spec.kl_controller == "adaptive"
         if self.mode == "train":
-            self._kl_factor = self.kl_controller.coef / self._configured_coef
+            self._kl_factor = self.kl_controller.coef / starting_coef(self.spec)
         if not (spec.kl_in_reward or adaptive):
             return None, None
         kl = rollout.rollout_kl(spec, self.rollout_logps(out), out["ref_per_token_logps"], mask)
@@ -246,19 +222,6 @@ class GRPOPlusTrainer(TRLSeam):
             if tokens:
                 self.kl_controller.update(mean, len(sums))
         return kl, penalty
-
-    def _correct_rollout(self, out: MicroBatch, mask: Tensor) -> None:
-        """Importance weights for the sampler's mismatch, where TRL corrects for it."""
-        if out.get("importance_sampling_ratio") is not None:
-            out["importance_sampling_ratio"] = rollout_importance_weights(
-                out["old_per_token_logps"],
-                out["sampling_per_token_logps"],
-                mask,
-                mode=self.args.vllm_importance_sampling_mode,
-                clip_min=self.args.vllm_importance_sampling_clip_min,
-                clip_max=self.args.vllm_importance_sampling_clip_max,
-                log_ratio_clamp=self.spec.log_ratio_clamp,
-            )
 
     def _log_groups(self, scored: rollout.ScoredRollout, num_generations: int) -> None:
         if num_generations == 1:
@@ -328,7 +291,7 @@ class GRPOPlusTrainer(TRLSeam):
         train = self.mode == "train"
         entropy_coef = self.entropy_coefficient() if self.entropy_bonus_enabled else 0.0
         spec = replace(self.spec, beta=self.spec.beta * self._kl_factor, entropy_coef=entropy_coef)
-        self._used_spec = spec
+        self.used_spec = spec
         micro_batches = self.current_gradient_accumulation_steps if train else 1
         window = inputs["window"]
         if train and not self.args.windows_are_exact:
@@ -351,7 +314,7 @@ class GRPOPlusTrainer(TRLSeam):
         self._guard.see(output, inputs)
         if self.accelerator.sync_gradients:
             self._guard.decide(
-                self.accelerator, self.state.global_step, self._gather, self.decode, lambda: self._take_snapshot("nonfinite")
+                self.accelerator, self.state.global_step, self._gather, self.decode, lambda: write_snapshot(self, "nonfinite")
             )
         return output.loss
 
@@ -366,6 +329,11 @@ class GRPOPlusTrainer(TRLSeam):
             self._guard.refuse_gradient(float(norm), self.state.global_step, self.accelerator.is_main_process)
             self.model.zero_grad(set_to_none=True)
         return norm
+
+    @property
+    def step_under_way(self) -> list[tuple[LossOutput, MicroBatch]]:
+        """What the loss gave and read in this optimizer step so far, by micro-batch."""
+        return self._guard.step
 
     def loss_table(self, rows: int = 5) -> list[dict[str, Any]]:
         """The rows of the last optimizer step with the largest and the smallest policy loss, prompt and completion beside them."""
@@ -410,29 +378,10 @@ class GRPOPlusTrainer(TRLSeam):
         )
         return batch, aux_loss
 
-    def _take_snapshot(self, reason: str) -> None:
-        """Writes what this process's loss read and gave in the optimizer step under way, where the configuration asks for it."""
-        step = self.state.global_step
-        if reason == "step" and step not in (self.args.snapshot_steps or []):
-            return
-        if reason == "nonfinite" and self.args.snapshot_on != "nonfinite":
-            return
-        rows = [
-            (self.decode(p), self.decode(c))
-            for _, micro in self._guard.step
-            for p, c in zip(micro["prompt_ids"], micro["completion_ids"], strict=True)
-        ]
-        texts = {"prompt": [prompt for prompt, _ in rows], "completion": [completion for _, completion in rows]}
-        facts = {"step": step, "rank": self.accelerator.process_index, "processes": self.accelerator.num_processes}
-        facts |= {"seed": self.args.seed, "trl": trl.__version__, "torch": torch.__version__}
-        snapshot = take(self._used_spec, self._guard.step, facts=facts, texts=texts, max_rows=self.args.snapshot_rows)
-        root = self.args.snapshot_dir or str(Path(str(self.args.output_dir)) / "snapshots")
-        snapshot.save(snapshot_folder(root, step, reason), self.accelerator.process_index)
-
     def end_step(self) -> None:
         """Fetches the optimizer step's statistics, in one collective, and logs one value of each; drops the step if so decided."""
         if self.mode == "train":
-            self._take_snapshot("step")
+            write_snapshot(self, "step")
         values = self._statistics[self.mode].fetch(self._gather)
         train = self.mode == "train"
         if train and self._guard.close():

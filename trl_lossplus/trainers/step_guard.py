@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -23,11 +25,11 @@ class StepGuard:
     Stops or drops an optimizer step in which something is not finite.
 
     Args:
-        policy: raise or skip. max_skips: steps in a row that may be dropped.
+        policy: raise or skip. max_skips: steps in a row that may be dropped. folder: where `stopped.json` says why a run ended.
     """
 
-    def __init__(self, policy: str, max_skips: int):
-        self.policy, self.max_skips = policy, max_skips
+    def __init__(self, policy: str, max_skips: int, folder: Path | None = None):
+        self.policy, self.max_skips, self.folder = policy, max_skips, folder
         self.skipped = 0
         self._in_a_row = 0
         self._drop = False
@@ -74,16 +76,24 @@ class StepGuard:
                 prompt=decode(inputs["prompt_ids"][found.row]),
                 completion=decode(inputs["completion_ids"][found.row]),
             )
-        sentence = agree(found, gather).sentence(step)
+        agreed = agree(found, gather)
+        sentence = agreed.sentence(step)
         self._in_a_row += 1
         if self.policy == "raise":
-            raise NonFiniteError(f"{sentence} The optimizer step was not taken.")
+            self._stop(step, agreed.tensor, f"{sentence} The optimizer step was not taken.", accelerator.is_main_process)
         if self._in_a_row > self.max_skips:
-            raise NonFiniteError(f"{sentence} {self.max_skips} steps before it were dropped too (nonfinite_max_skips).")
+            told = f"{sentence} {self.max_skips} steps before it were dropped too (nonfinite_max_skips)."
+            self._stop(step, agreed.tensor, told, accelerator.is_main_process)
         self.skipped += 1
         self._drop = True
         if accelerator.is_main_process:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
+
+    def _stop(self, step: int, tensor: str, sentence: str, is_main: bool) -> NoReturn:
+        if is_main and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "stopped.json").write_text(json.dumps({"step": step, "tensor": tensor, "sentence": sentence}))
+        raise NonFiniteError(sentence)
 
     def refuse_gradient(self, norm: float, step: int, is_main: bool) -> None:
         """
@@ -99,7 +109,7 @@ class StepGuard:
         self._in_a_row += 1
         self._gradient_was_bad = True
         if self.policy == "raise" or self._in_a_row > self.max_skips:
-            raise NonFiniteError(f"{sentence} The optimizer step was not taken.")
+            self._stop(step, "gradient", f"{sentence} The optimizer step was not taken.", is_main)
         self.skipped += 1
         if is_main:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
