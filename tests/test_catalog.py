@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import EVERY_OBJECTIVE
 
 from trl_lossplus import LossPlusError
 from trl_lossplus.catalog import KINDS, listing, markdown, rows
@@ -16,7 +17,7 @@ from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = {
-    "policy": POLICY_LOSSES.names(),
+    "policy": EVERY_OBJECTIVE,
     "advantages": ADVANTAGE_ESTIMATORS.names(),
     "kl": [*KL_ESTIMATORS, *KL_ALIASES, "k3+"],
     "aggregation": list(AGGREGATIONS),
@@ -63,7 +64,7 @@ def test_pages_are_up_to_date(page, kind):
         assert all(path.stat().st_size < 60_000 for path in (DOCS / "img").glob("*.svg"))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", EVERY_OBJECTIVE)
 def test_curves(name, maker):
     """The curves of a picture are finite, and at ratio 1 the gradient is -A (where the objective's traits do not say otherwise)."""
     at_one = int((maker.RATIOS - 1).abs().argmin())

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import yaml
+from helpers import EVERY_OBJECTIVE
 from trl import TrlParser
 
 from trl_lossplus import GRPOPlusConfig, LossPlusError
@@ -95,7 +96,7 @@ def test_yaml_command_line_and_copy(name, tmp_path):
 
 
 @pytest.mark.usefixtures("wired")
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", EVERY_OBJECTIVE)
 def test_every_objective_by_its_name_alone(name):
     """Its defaults are those of the spec; a draw takes the run's seed; the aggregation is its source's."""
     entry = POLICY_LOSSES.get(name)

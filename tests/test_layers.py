@@ -65,7 +65,11 @@ def test_lower_layers_do_not_know_higher_ones(name):
         top, *rest = module.split(".")
         assert top not in {"trl", "transformers", "accelerate", "datasets", "peft"}, module
         if top == "trl_lossplus":
-            lazy = name == "registry.py" and rest[0] in {"objectives", "objectives_more", "estimators"}  # importing them registers ours
+            lazy = name == "registry.py" and rest[0] in {
+                "objectives",
+                "objectives_more",
+                "estimators",
+            }  # importing them registers ours
             assert lazy or RANKS.get(rest[0], 99) <= rank, module
 
 

@@ -149,7 +149,9 @@ class Registry:
         func = import_function(self.kind, name)
         try:
             inspect.signature(func).bind(None, None)
-        except (TypeError, ValueError):
+        except ValueError:
+            pass  # a function without a signature to look at
+        except TypeError:
             first, second = ("batch", "spec") if self.kind == "policy_loss" else ("rewards", "group_ids")
             raise LossPlusError(f"{self.kind}={name!r}: the function must take two arguments, {first} and {second}.") from None
         declared = [entry for entry in self.entries.values() if entry.func is func]

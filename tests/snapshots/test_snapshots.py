@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import EVERY_OBJECTIVE
 from safetensors.torch import load_file
 from toyrun import fixed_rollout, letter_reward, trainer
 
@@ -22,7 +23,6 @@ from trl_lossplus import (
     replay,
 )
 from trl_lossplus.cli import main
-from trl_lossplus.registry import POLICY_LOSSES
 from trl_lossplus.snapshots.store import snapshot_folder, take
 
 
@@ -56,7 +56,7 @@ def step(spec, change=None):
     return snapshot, [batch.logps.grad for batch in batches]
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", EVERY_OBJECTIVE)
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_saved_and_replayed_is_bit_identical(tmp_path, name, aggregation):
     """Loss, terms, per-token values and gradients, for every objective, after a trip to the disk."""
