@@ -1,8 +1,8 @@
 """
 What one PPO optimizer step costs in time and memory, relative to a GRPO one.
 
-    python benchmarks/ppo_cost.py              # the table; about 4 minutes on one core
-    python benchmarks/ppo_cost.py --rounds 1   # coarser, quicker
+    python benchmarks/ppo_cost.py              # the table; about 20 minutes on one core
+    python benchmarks/ppo_cost.py --rounds 1   # coarser, about 6 minutes
 
 The model is the toy with hidden size 256 and 4 layers, under LoRA (all linear layers, rank 32) in float32 on the CPU; 16 rows of 32
 prompt tokens and 64 completion tokens, 4 completions a prompt. Completions come from a fixed `rollout_func`, so no token is

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import ppo_cost  # noqa: E402
 from recipes import arguments, ppo  # noqa: E402
 from trl_lossplus import PPOPlusConfig, cli  # noqa: E402
 
@@ -93,6 +95,20 @@ def test_table_is_complete_and_names_fields(heading, theirs):
     assert set(theirs.split()) <= {name for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
     fields = {item.name for item in dataclasses.fields(PPOPlusConfig)} | TRAINER_ARGUMENTS
     assert {name for row in rows for name in re.findall(r"`([\w.]+)`", row[2])} <= fields
+
+
+def test_benchmark_of_the_page_measures(monkeypatch):
+    monkeypatch.setattr(ppo_cost, "WARM", 1)
+    monkeypatch.setattr(ppo_cost, "TIMED", 2)
+    threads = torch.get_num_threads()
+    done = {variant: ppo_cost.measure(variant, {"gradient_checkpointing": True}) for variant in ("grpo", "adapter")}
+    torch.set_num_threads(threads)
+    assert {run["frozen"] for run in done.values()} == {2646272}  # the base, once
+    assert done["adapter"]["trained"] == 2 * done["grpo"]["trained"] + 256  # a second adapter, and a head
+    assert 1.5 < done["adapter"]["kept"] / done["grpo"]["kept"] < 2.5
+    assert done["adapter"]["memory"] < 1.2 * done["grpo"]["memory"]
+    lines = ppo_cost.table("a setting", [done])
+    assert [line.split()[0] for line in lines[2:]] == ["grpo", "adapter"]
 
 
 def test_defaults_that_the_page_names():
