@@ -1,0 +1,240 @@
+"""What a sceptical reading found, each kept as a test."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from toyrun import SETTINGS, StopAt, apart, fixed_rollout, letter_reward, logged, trainer, weights
+from transformers import AutoModelForCausalLM
+
+from trl_lossplus import (
+    GRPOPlusConfig,
+    GRPOPlusTrainer,
+    LossPlusError,
+    PolicyTerm,
+    PPOPlusConfig,
+    PPOPlusTrainer,
+    register_policy_loss,
+)
+from trl_lossplus.diagnostics.guards import NonFiniteError
+from trl_lossplus.toy import toy_dataset
+from trl_lossplus.trainers.minibatch import trim
+from trl_lossplus.trainers.normalize import whiten_together
+
+CPU = {"use_cpu": True, "bf16": False}
+READS = {"old_logps", "advantages"}
+
+
+def test_critic_warmup_with_an_entropy_bonus(toy, tmp_path):
+    """The policy's terms are not there during warm-up, and are after it."""
+    run = trainer(
+        toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, trainer_class=PPOPlusTrainer, config_class=PPOPlusConfig,
+        critic="shared", critic_warmup_steps=1, entropy_coef=0.01, max_steps=2,
+    )  # fmt: skip
+    run.train()
+    assert "policy_loss" not in run.state.log_history[0]
+    assert "policy_loss" in run.state.log_history[1]
+
+
+def test_a_synced_reference_with_the_model_as_a_path(toy, tmp_path):
+    """sync_ref_model without LoRA stays TRL's, also where the model is a path: alpha 1 makes the reference the policy."""
+    run = trainer(
+        toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1,
+        ref_model_mixup_alpha=1.0, max_steps=2,
+    )  # fmt: skip
+    run.train()
+    reference = dict(run.ref_model.named_parameters())
+    assert all(torch.equal(reference[name], p) for name, p in run.model.named_parameters())
+
+
+@register_policy_loss("test_entropy_inside", requires={*READS, "entropies"}, formula="-A r - 5 H", source="these tests")
+def entropy_inside(batch, spec):
+    return PolicyTerm(-batch.advantages * batch.ratio(spec.log_ratio_clamp) - 5 * batch.entropies)
+
+
+def test_an_objective_that_declares_entropies_gets_their_gradient(toy, tmp_path):
+    norms = []
+    for coef in (0.0, 1e-12):
+        run = trainer(
+            toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, policy_loss="test_entropy_inside", entropy_coef=coef,
+            max_steps=1,
+        )  # fmt: skip
+        run.train()
+        norms.append(logged(run, "grad_norm")[0])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def bad_losses():
+    def detached(batch, spec):
+        return PolicyTerm((-batch.advantages * batch.ratio(spec.log_ratio_clamp)).detach())
+
+    def scalar_stat(batch, spec):
+        return PolicyTerm(-batch.advantages * batch.ratio(spec.log_ratio_clamp), {"mine": 1.0})
+
+    def reserved(batch, spec):
+        return PolicyTerm(-batch.advantages * batch.ratio(spec.log_ratio_clamp), {"reward": batch.logps})
+
+    return {
+        "detached": (detached, "returned per_token without a gradient"),
+        "scalar_stat": (scalar_stat, "the statistic 'mine', a float"),
+        "reserved": (reserved, "the statistic 'reward' has the name of a metric"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_losses())
+def test_own_losses_that_break_their_contract(toy, tmp_path, name):
+    func, words = bad_losses()[name]
+    register_policy_loss(f"test_{name}", requires=READS, formula="x", source="these tests", replace=True)(func)
+    run = trainer(
+        toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, policy_loss=f"test_{name}", entropy_coef=0.05, max_steps=1
+    )
+    with pytest.raises(LossPlusError, match=words):
+        run.train()
+
+
+@register_policy_loss("test_steep", requires=READS, formula="infinite slope", source="these tests")
+def steep(batch, spec):
+    slope = (batch.logps - batch.logps.detach()).abs().sqrt()  # 0, with an infinite slope
+    return PolicyTerm(-batch.advantages * batch.ratio(spec.log_ratio_clamp) + slope)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_reaches_no_weight(toy, tmp_path, policy):
+    """The loss is finite, its gradient is NaN: stopped, or dropped until there were too many; the weights are as they were."""
+    run = trainer(
+        toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, policy_loss="test_steep", nonfinite_policy=policy,
+        nonfinite_max_skips=2, max_steps=5,
+    )  # fmt: skip
+    before = weights(run)
+    with pytest.raises(NonFiniteError, match="the norm of the gradient is nan"):
+        run.train()
+    assert run.state.global_step == (0 if policy == "raise" else 2)
+    assert apart(before, weights(run)) == 0.0
+
+
+def test_equal_advantages_whiten_to_exactly_zero():
+    """E2: one row of 11 tokens of 0.7, alone in its group and in the batch, whole or split: exactly 0, not dust over eps."""
+    for scope in ("batch", "group", "sequence"):
+        for parts in (1, 2):
+            advantages = [torch.full((2 // parts, 11), 0.7) for _ in range(parts)]
+            masks = [torch.ones(2 // parts, 11, dtype=torch.bool) for _ in range(parts)]
+            ids = list(torch.arange(2).chunk(parts))
+            white = whiten_together(advantages, masks, ids, scope=scope, num_groups=2, gather=lambda x: x)
+            assert all((x == 0).all() for x in white), (scope, parts)
+
+
+def test_the_resumed_coefficient_of_a_rollout_in_use(toy, tmp_path):
+    """Stopped in the middle of a rollout's use: the rollout is made again, and moves the coefficient once, not twice."""
+    fields = {
+        "num_iterations": 2, "kl_placement": "reward", "kl_reward_coef": 0.1, "kl_controller": "adaptive", "kl_target": 0.01,
+        "kl_horizon": 100.0, "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "rollout": fixed_rollout,
+    }  # fmt: skip
+    first = trainer(toy, tmp_path, reward=letter_reward, callbacks=[StopAt(3)], **fields)
+    first.train()
+    in_use = logged(first, "kl_coef")[-1]
+    again = trainer(toy, tmp_path, reward=letter_reward, **fields)
+    again.load_plus_state(str(tmp_path / "checkpoint-3"))
+    assert again.kl_controller.coef == pytest.approx(in_use, rel=1e-12)
+    assert first.kl_controller.coef != in_use
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"beta": None}, "beta=None: it must be a number."),
+        ({"epsilon": True}, "epsilon=True: it must be a number."),
+        ({"num_iterations": 1.5}, "num_iterations=1.5: it must be a whole number."),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is out of range: it must be >= 1."),
+        ({"steps_per_generation": 0}, "steps_per_generation=0 is out of range"),
+        ({"temperature": 0}, "temperature=0 is out of range: it must be > 0."),
+        ({"max_completion_length": -1}, "max_completion_length=-1 is out of range"),
+        ({"use_bias_correction_kl": "maybe", "beta": 0.1}, "use_bias_correction_kl='maybe': it must be true or false"),
+        ({"policy_loss": "math:sqrt"}, "the function must take two arguments, batch and spec"),
+        ({"policy_loss": {"a": 1}}, "is not known"),
+    ],
+)
+def test_wrong_types_are_one_line(fields, words):
+    with pytest.raises(LossPlusError) as error:
+        GRPOPlusConfig(**CPU, **fields)
+    assert words in str(error.value)
+
+
+def test_words_and_texts_are_read():
+    """ "false" is false, and a number in a text is a number."""
+    config = GRPOPlusConfig(**CPU, beta="0.1", use_bias_correction_kl="false", num_iterations="2", nonfinite_max_skips="4")
+    assert (config.beta, config.use_bias_correction_kl, config.num_iterations, config.nonfinite_max_skips) == (0.1, False, 2, 4)
+    assert config.loss_spec().use_bias_correction_kl is False
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (lambda completions, needed, **kw: [0.0] * 8, "cannot be called with what it is given"),
+        (lambda completions: [0.0] * 8, r"let it end in \*\*kwargs"),
+        (lambda completions, **kw: np.ones((8, 1)), r"returned \[1.0\] for completion 0"),
+        (lambda completions, **kw: np.float32(1.0), "returned float; it must return a list"),
+    ],
+)
+def test_reward_functions_that_cannot_be_called_or_read(toy, tmp_path, reward, words):
+    run = trainer(toy, tmp_path, reward=reward, rollout=fixed_rollout)
+    with pytest.raises(LossPlusError, match=words):
+        run.train()
+
+
+def test_an_eval_dataset_without_prompts_is_refused_before_training(toy, tmp_path):
+    with pytest.raises(LossPlusError, match="eval_dataset has no 'prompt' column"):
+        trainer(toy, tmp_path, extra={"eval_dataset": Dataset.from_dict({"text": ["a"]})})
+
+
+def test_trl_s_positional_arguments(toy, tmp_path):
+    """GRPOTrainer's order: model, rewards, args, train, eval, processing class."""
+    args = GRPOPlusConfig(output_dir=str(tmp_path), **SETTINGS)
+    first = trainer(toy, tmp_path)
+    run = GRPOPlusTrainer(toy, letter_reward, args, toy_dataset(), toy_dataset(), first.processing_class)
+    assert run.eval_dataset is not None
+    assert run.processing_class is first.processing_class
+
+
+def test_a_model_critic_from_an_instance_without_a_path(toy, tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(toy).config)
+    model.config._name_or_path = ""
+    from trl_lossplus.toy import toy_tokenizer
+
+    with pytest.raises(LossPlusError, match="critic='model' starts from the policy's path"):
+        trainer(
+            model, tmp_path, trainer_class=PPOPlusTrainer, config_class=PPOPlusConfig, critic="model",
+            extra={"processing_class": toy_tokenizer()},
+        )  # fmt: skip
+
+
+def test_trimming_keeps_pad_to_multiple_of():
+    """Padded to multiples of 4: prompt 8 with 3 used stays 4 wide, completion 8 with 5 used stays 8."""
+    micro = {
+        "prompt_ids": torch.zeros(1, 8, dtype=torch.long), "prompt_mask": torch.tensor([[0] * 5 + [1] * 3]),
+        "completion_ids": torch.zeros(1, 8, dtype=torch.long), "completion_mask": torch.tensor([[1] * 5 + [0] * 3]),
+    }  # fmt: skip
+    trim([micro], left=True, multiple=4)
+    assert micro["prompt_ids"].shape == (1, 4)
+    assert micro["completion_ids"].shape == (1, 8)
+
+
+def test_sequence_clip_fractions_are_over_rows_in_the_loss(toy, tmp_path):
+    """gspo with flat groups dropped: every row in the loss is clipped, so the fraction is 1, not diluted by the dropped rows."""
+
+    def reward(prompts, completions, **kwargs):
+        return [float(i % 2) if i < 4 else 0.5 for i in range(len(completions))]
+
+    run = trainer(
+        toy, tmp_path, reward=reward, rollout=fixed_rollout, policy_loss="gspo", epsilon=1e-9, zero_std_groups="drop",
+        num_iterations=2, max_steps=2, learning_rate=0.05,
+    )  # fmt: skip
+    run.train()
+    ((output, _),) = run._guard.last
+    batch = output.inputs
+    kept = batch.mask.any(1)
+    assert kept.sum() == 4
+    drift = torch.where(batch.mask, batch.logps - batch.old_logps, 0).sum(1) / batch.mask.sum(1).clamp(min=1)
+    clipped = (drift.exp() - 1).mul(batch.advantages[:, 0].sign()) > 1e-9
+    expected = clipped[kept].float().mean().item()
+    assert expected > 0
+    assert logged(run, "clip_ratio/region_mean")[1] == pytest.approx(expected)
