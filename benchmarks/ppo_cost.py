@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -208,7 +209,7 @@ def table(title: str, rounds: list[dict[str, dict[str, float]]]) -> list[str]:
         return statistics.median(done[variant][name] for done in rounds)
 
     def ratio(variant: str, name: str) -> float:
-        return statistics.median(done[variant][name] / done["grpo"][name] for done in rounds)
+        return statistics.median(done[variant][name] / (done["grpo"][name] or math.nan) for done in rounds)
 
     head = f"  {'':8} {'CPU s':>6} {'x GRPO':>6} {'x wall':>6}  {'MB':>6} {'x GRPO':>6} {'kept':>6} {'x grown':>7}"
     lines = [title, f"{head}  {'frozen':>8} {'trained':>8}"]

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from trl import GRPOConfig
 
-from .fieldtypes import INHERITED, own_kind, read
+from .fieldtypes import INHERITED, own_kinds, read
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
@@ -157,13 +157,9 @@ class GRPOPlusConfig(GRPOConfig):
 
     def _read_types(self) -> None:
         """Numbers and booleans as such, whatever form they came in. Raises LossPlusError for what is none."""
-        for item in fields(self):
-            own = own_kind(item.type) if item.name not in GRPO_FIELDS else None
-            if item.name in INHERITED:
-                kind, optional, least = INHERITED[item.name]
-                setattr(self, item.name, read(item.name, getattr(self, item.name), kind, optional, least))
-            elif own is not None:
-                setattr(self, item.name, read(item.name, getattr(self, item.name), *own))
+        own = {name: kind for name, kind in own_kinds(type(self)).items() if name not in GRPO_FIELDS}
+        for name, (kind, optional, least) in {**own, **INHERITED}.items():
+            setattr(self, name, read(name, getattr(self, name), kind, optional, least))
 
     def _check_skip(self) -> None:
         """Skipping a step is refused where the backward pass takes it, also when a launcher's file brings DeepSpeed in."""

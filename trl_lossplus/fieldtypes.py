@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from .functional.errors import LossPlusError
 
@@ -19,14 +19,21 @@ INHERITED: dict[str, tuple[type, bool, float | None]] = {
     "per_device_train_batch_size": (int, False, 1), "per_device_eval_batch_size": (int, False, 1),
     "max_completion_length": (int, True, 1), "seed": (int, False, None),
 }  # fmt: skip
-KINDS = {"int": int, "float": float, "bool": bool}
 
 
-def own_kind(annotation: Any) -> tuple[type, bool] | None:
-    """(kind, may be None) of one of our fields by its annotation, or None for a field that is no number and no boolean."""
-    words = [word.strip() for word in str(annotation).split("|")]
-    kinds = [word for word in words if word in KINDS]
-    return (KINDS[kinds[0]], "None" in words) if len(kinds) == 1 else None
+def own_kinds(config_class: type) -> dict[str, tuple[type, bool, float | None]]:
+    """
+    {field: (kind, may be None, None)} of the fields whose annotation is a number or a boolean.
+
+    Annotations are read, not `dataclasses.fields`: HfArgumentParser rewrites the latter's types.
+    """
+    kinds: dict[str, tuple[type, bool, float | None]] = {}
+    for name, annotation in get_type_hints(config_class).items():
+        members = get_args(annotation) or (annotation,)
+        found = [member for member in members if member in (int, float, bool)]
+        if len(found) == 1 and set(members) <= {found[0], type(None)}:
+            kinds[name] = (found[0], type(None) in members, None)
+    return kinds
 
 
 def read(name: str, value: Any, kind: type, optional: bool, least: float | None = None) -> Any:

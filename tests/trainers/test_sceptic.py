@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from toyrun import SETTINGS, StopAt, apart, fixed_rollout, letter_reward, logged, trainer, weights
 from transformers import AutoModelForCausalLM
+from trl import TrlParser
 
 from trl_lossplus import (
     GRPOPlusConfig,
@@ -160,7 +161,8 @@ def test_wrong_types_are_one_line(fields, words):
 
 
 def test_words_and_texts_are_read():
-    """ "false" is false, and a number in a text is a number."""
+    """ "false" is false, and a number in a text is a number; also once HfArgumentParser has rewritten the types of the fields."""
+    TrlParser((GRPOPlusConfig,))
     config = GRPOPlusConfig(**CPU, beta="0.1", use_bias_correction_kl="false", num_iterations="2", nonfinite_max_skips="4")
     assert (config.beta, config.use_bias_correction_kl, config.num_iterations, config.nonfinite_max_skips) == (0.1, False, 2, 4)
     assert config.loss_spec().use_bias_correction_kl is False
