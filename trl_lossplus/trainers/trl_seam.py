@@ -8,10 +8,6 @@ overridden method is one warning, and the versions that were tested are silent.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import logging
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -24,8 +20,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from .minibatch import MicroBatch
-
-logger = logging.getLogger(__name__)
+from .seam_check import SUPPORTED, TRLVersionError, compare
 
 # Method: the arguments that we pass or take, and fingerprints of its source in the versions that were tested.
 SEAM: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
@@ -51,7 +46,6 @@ ATTRIBUTES = (
     "_tokenizer",
     "eos_token_ids",
 )
-SUPPORTED = "trl>=1.15,<1.17"
 
 FORWARD_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
@@ -59,50 +53,9 @@ FORWARD_INPUTS = (
 )  # fmt: skip
 
 
-class TRLVersionError(ImportError):
-    """The installed TRL has not what this package needs."""
-
-
-def fingerprint(method: Any) -> str:
-    """The first 12 hex digits of a hash of a method's source, indentation aside."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
-
-
 def check_seam(trainer: type, version: str) -> list[str]:
-    """
-    Compares a trainer class with what this file relies on.
-
-    Returns:
-        The methods whose body is unknown but whose arguments fit (one warning names them).
-
-    Raises:
-        TRLVersionError: a method is missing or does not take our arguments; names the method and the version.
-    """
-    unknown = []
-    for name, (arguments, known) in SEAM.items():
-        method = getattr(trainer, name, None)
-        if method is None:
-            raise TRLVersionError(
-                f"TRL {version} has no {trainer.__name__}.{name}, which trl-lossplus overrides or calls. Install a TRL in "
-                f"the range that trl-lossplus declares (pip install '{SUPPORTED}')."
-            )
-        parameters = inspect.signature(method).parameters
-        missing = [argument for argument in arguments if argument not in parameters]
-        if missing:
-            raise TRLVersionError(
-                f"TRL {version}: {trainer.__name__}.{name} does not take {', '.join(missing)}, which trl-lossplus passes. "
-                f"Install a TRL in the range that trl-lossplus declares (pip install '{SUPPORTED}')."
-            )
-        if fingerprint(method) not in known:
-            unknown.append(name)
-    if unknown:
-        logger.warning(
-            "TRL %s is not a tested version: %s differ from what trl-lossplus knows. Run its mirror tests before you rely on it.",
-            version,
-            ", ".join(unknown),
-        )
-    return unknown
+    """Compares a trainer class with `SEAM`, see `seam_check.compare`."""
+    return compare(trainer, version, SEAM)
 
 
 class TRLSeam(GRPOTrainer):
