@@ -145,12 +145,12 @@ def test_c10_token_level_kl_in_the_rewards(values):
     )
     kl = rollout_kl(spec, d - 1, torch.full((1, 4), -1.0).masked_fill(~mask, float("nan")), mask)
     options = {"gamma": 1.0, "gae_lambda": 1.0}
-    table = token_reward_table(spec, torch.tensor([1.0]), kl, 0.1, mask, gather=lambda x: x)
+    table = token_reward_table(torch.tensor([1.0]), kl, 0.1, mask)
     assert table[0].tolist() == pytest.approx([-0.05, 0.1, 0.0, 0.8])
     ours = compute_advantages("gae", table, mask, torch.tensor([0]), values=v, **options)
     assert torch.allclose(ours.advantages, select(row(0.85, 0.9, 0, 0.8) - v, mask), atol=1e-6)
     assert torch.allclose(ours.returns, row(0.85, 0.9, 0, 0.8), atol=1e-6)
-    whole = token_reward_table(spec, torch.tensor([1.0]) - kl_penalty_rows(kl, mask, 0.1), None, 0.0, mask, gather=lambda x: x)
+    whole = token_reward_table(torch.tensor([1.0]) - kl_penalty_rows(kl, mask, 0.1), None, 0.0, mask)
     ours = compute_advantages("gae", whole, mask, torch.tensor([0]), values=v, **options)
     assert torch.allclose(ours.returns, row(0.85, 0.85, 0, 0.85), atol=1e-6), "constant over t"
 

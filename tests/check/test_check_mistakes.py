@@ -62,11 +62,7 @@ def test_mask_forgotten_in_a_mean(caught):
 
 
 def test_mask_forgotten_in_the_trainer(caught, monkeypatch):
-    def without_tool_tokens(micro_batches, *, drop_flat):
-        for micro in micro_batches:
-            micro["loss_mask"] = micro["completion_mask"].bool()
-
-    monkeypatch.setattr(minibatch, "loss_masks", without_tool_tokens)
+    monkeypatch.setattr(minibatch, "token_mask", lambda micro: micro["completion_mask"].bool())  # tool tokens too
     caught("mask", "rollout 1")
 
 
@@ -104,7 +100,7 @@ def test_wrong_advantage_normalization(caught, monkeypatch):
         return inner(x, mask, variance=variance**2, **more)
 
     monkeypatch.setattr(normalize, "whiten", by_variance)
-    caught("advantages", "rollout 1", "--advantage_normalization", "rollout")
+    caught("advantages", "optimizer step 1", "--advantage_normalization", "rollout")
     caught("advantages", "optimizer step 1", "--advantage_normalization", "learner")
 
 

@@ -250,9 +250,10 @@ def part(name):
     return "critic" if "critic" in name or "value_head" in name else "policy"
 
 
+# Those that do something; a gather of objects is made of two of them. DDP's of the gradients and FSDP's are C++ and not seen.
 COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "barrier", "gather", "gather_object", "all_to_all", "send", "recv",
+    "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter", "reduce_scatter_tensor", "barrier",
+    "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv",
 )  # fmt: skip
 
 
@@ -260,7 +261,7 @@ def count_collectives(trainer):
     """
     Counts torch.distributed's collectives by optimizer step and by who asked for them: ours, or another's.
 
-    The asker is the nearest caller that is neither torch nor accelerate; a gather of objects counts as one.
+    The asker is the nearest caller that is neither torch nor accelerate.
     """
     counts = {"ours": {}, "others": {}}
 
@@ -283,7 +284,9 @@ def count_collectives(trainer):
         return call
 
     for name in COLLECTIVES:
-        setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
+        call = counted(name, getattr(torch.distributed, name))
+        setattr(torch.distributed, name, call)
+        setattr(torch.distributed.distributed_c10d, name, call)
     return counts
 
 

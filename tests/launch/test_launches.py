@@ -12,7 +12,7 @@ import time
 
 import pytest
 import yaml
-from cells import CASES, KL, PPO, SKIP, all_cells, case
+from cells import CASES, KL, LEARNER, PPO, SKIP, all_cells, case
 from compare import TOLERANCE, faults, judge, relative, weights
 from launches import ACCELERATE, CONFIGS, HERE, LAUNCHES, ROOT, command, cpu_form, free_port, last_lines, run_cells, start
 
@@ -114,33 +114,58 @@ def test_deepspeed_takes_its_own_steps_so_skip_is_refused(results):
     assert "nonfinite_policy='skip'" in (results.folder / "ZeRO-2" / "G2_skip.error").read_text()
 
 
-@pytest.mark.slow
-def test_collectives_that_we_add(results):
-    """
-    An optimizer step, whatever the number of micro-batches: 3 for GRPO; one more for an adaptive KL, and for PPO's whitening.
+# docs/scaling.md's table: how many collectives of ours a step has that begins with a rollout, and with what settings.
+REWARD_KL = {"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 200.0}
+ALL_OF_IT = {**PPO, **REWARD_KL, "whiten_rewards": True, "missing_eos_penalty": 0.5, "log_completions": True}
+COUNTED = {
+    "GRPO": (2, {}),
+    "KL in the loss": (2, {"beta": 0.05}),
+    "KL in the loss, adaptive": (3, KL),
+    "KL in the reward by sequence, adaptive": (3, {**REWARD_KL, "kl_reward_level": "sequence"}),
+    "KL in the reward by token, adaptive": (3, {**REWARD_KL, "kl_reward_level": "token"}),
+    "advantages whitened over the rollout": (2, {"advantage_normalization": "rollout"}),
+    "advantages whitened over the rollout, by group": (
+        2,
+        {"advantage_normalization": "rollout", "advantage_norm_scope": "group"},
+    ),
+    "advantages whitened over the step": (2, LEARNER),
+    "advantages whitened over the step, by group": (2, {**LEARNER, "advantage_norm_scope": "group"}),
+    "PPO (advantages whitened)": (2, PPO),
+    "PPO, advantages whitened over the step, by row": (2, {**PPO, **LEARNER, "advantage_norm_scope": "sequence"}),
+    "PPO, rewards whitened too": (3, {**PPO, "whiten_rewards": True}),
+    "PPO, rewards whitened, KL in the reward, adaptive, missing_eos_penalty, log_completions": (3, ALL_OF_IT),
+}
+SOME = ["GRPO", "KL in the reward by sequence, adaptive", list(COUNTED)[-1]]
 
-    All collectives together are no more than stock TRL's and 3: it has some in every micro-batch that we do not have.
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [SOME, pytest.param(list(COUNTED), marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_collectives_that_we_add(results, names):
     """
-    kinds = {
-        "grpo": (3, {"num_generations": 2}),
-        "kl": (4, {"num_generations": 2, **KL}),
-        "ppo": (4, {**PPO, "num_generations": 2}),
-    }
-    cells = [
-        {**case(f"count_{name}_{n}", rows=16 // n, gradient_accumulation_steps=n, **settings), "count": True}
-        for name, (_, settings) in kinds.items()
-        for n in (2, 8)
-    ]
-    stock = case("count_stock_8", rows=2, gradient_accumulation_steps=8, num_generations=2)
+    At most 3 a step, with 1 micro-batch or with 4. All together are no more than stock TRL's: it has some in every micro-batch.
+
+    Two steps a rollout: the second has one alone, for finiteness and the statistics. A gather of objects would count as two.
+    """
+    numbered = [(name, n) for name in names for n in (1, 4)]
+    cells = []
+    for name, n in numbered:
+        sizes = {"rows": 16 // n, "gradient_accumulation_steps": n, "steps_per_generation": 2 * n}
+        settings = {"num_generations": 2, "steps": 2, **sizes, **COUNTED[name][1]}
+        cells.append({**case(f"count {list(COUNTED).index(name)} {n}", **settings), "count": True})
+    stock = case("count stock", rows=4, gradient_accumulation_steps=4, steps_per_generation=8, num_generations=2, steps=2)
     results.run("DDP", [*cells, {**stock, "count": True, "stock": True}])
-    by_step = results.facts("DDP", "count_stock_8")["collectives"]["others"]
-    of_trl = [len(by_step[step]) for step in ("0", "1", "2")]
-    for name, (most, _) in kinds.items():
-        few, many = (results.facts("DDP", f"count_{name}_{n}")["collectives"] for n in (2, 8))
-        assert few["ours"] == many["ours"], name
-        assert all(len(calls) <= most for calls in few["ours"].values()), (name, few["ours"])
-        together = [len(many["ours"][step]) + len(many["others"][step]) for step in ("0", "1", "2")]
-        assert all(ours <= theirs + 3 for ours, theirs in zip(together, of_trl, strict=True)), (name, together, of_trl)
+    of_trl = results.facts("DDP", "count stock")["collectives"]["others"]
+    for (name, n), cell in zip(numbered, cells, strict=True):
+        found, most = results.facts("DDP", cell["name"])["collectives"], COUNTED[name][0]
+        assert [len(found["ours"][step]) for step in ("0", "1")] == [most, 1], (name, n, found["ours"])
+        for step in ("0", "1"):
+            assert len(found["ours"][step]) + len(found["others"][step]) <= len(of_trl[step]), (name, n, found["others"][step])
+
+
+def test_the_table_of_collectives():
+    """docs/scaling.md shows what is counted."""
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    assert [f"| {name} | {most} |" for name, (most, _) in COUNTED.items()] == re.findall(r"^\| [^|]* \| [0-9] \|$", text, re.M)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer
 from trl_lossplus.diagnostics.probes import StepStatistics
 from trl_lossplus.kl_control import FixedKLController
+from trl_lossplus.trainers.exchange import Exchange
 from trl_lossplus.trainers.step_guard import StepGuard
 
 BASE = {"use_cpu": True, "bf16": False, "report_to": "none", "max_completion_length": 16, "num_generations": 4}
@@ -101,6 +102,7 @@ def plus_trainer(fields, mode="train", accelerator=None):
     trainer._kl_factor = 1.0
     trainer._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
     trainer._guard = StepGuard("raise", 1)
+    trainer._exchange = Exchange(trainer.accelerator.gather, 1, torch.device("cpu"))
     trainer.state = SimpleNamespace(global_step=0)
     trainer._step = 0
     trainer.num_iterations = args.num_iterations
@@ -140,6 +142,7 @@ def rollout(seed=0, rows=B, width=T, lengths=None, old=True, ref=True, tool=Fals
         "completion_mask": mask,
         "advantages": advantages,
         "group_ids": torch.arange(rows) // 4,
+        "row": torch.arange(rows),
         "flat": torch.zeros(rows, dtype=torch.bool),
         "scored": torch.ones(rows, dtype=torch.bool),
         "ended": torch.zeros(rows, dtype=torch.bool),

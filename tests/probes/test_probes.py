@@ -27,7 +27,7 @@ def measured(batches, level, window=None, **spec):
         statistics.add_terms(output, len(batches))
         statistics.probe(output)
         output.loss.backward()
-    return statistics.fetch()
+    return statistics.pooled([statistics.take()])
 
 
 def test_quantiles_of_the_valid_tokens():
@@ -152,9 +152,8 @@ def test_one_sided_names_over_ranks():
     for totals in ({"kl": (3.0, 12.0), "only": (5.0, 1.0)}, {"kl": (3.0, 4.0)}):
         statistics = StepStatistics()
         statistics.add({name: Statistic("mean", torch.tensor(a), torch.tensor(b)) for name, (a, b) in totals.items()})
-        statistics.fetch(lambda rows: ranks.extend(rows) or rows)
-    merged = StepStatistics()
-    values = merged.fetch(lambda rows: ranks)
+        ranks.append(statistics.take())
+    values = StepStatistics().pooled(ranks)
     assert values["kl"] == pytest.approx(0.375)
     assert values["only"] == 5.0
 

@@ -19,8 +19,7 @@ from trl_lossplus import (
 )
 from trl_lossplus.diagnostics.guards import NonFiniteError
 from trl_lossplus.toy import toy_dataset
-from trl_lossplus.trainers.minibatch import trim
-from trl_lossplus.trainers.normalize import whiten_together
+from trl_lossplus.trainers.minibatch import normalize, row_table, trim
 
 CPU = {"use_cpu": True, "bf16": False}
 READS = {"old_logps", "advantages"}
@@ -117,10 +116,23 @@ def test_equal_advantages_whiten_to_exactly_zero():
     """E2: one row of 11 tokens of 0.7, alone in its group and in the batch, whole or split: exactly 0, not dust over eps."""
     for scope in ("batch", "group", "sequence"):
         for parts in (1, 2):
-            advantages = [torch.full((2 // parts, 11), 0.7) for _ in range(parts)]
-            masks = [torch.ones(2 // parts, 11, dtype=torch.bool) for _ in range(parts)]
-            ids = list(torch.arange(2).chunk(parts))
-            white = whiten_together(advantages, masks, ids, scope=scope, num_groups=2, gather=lambda x: x)
+            micro_batches = [
+                {
+                    "advantages": torch.full((2 // parts, 11), 0.7),
+                    "completion_mask": torch.ones(2 // parts, 11, dtype=torch.bool),
+                    "group_ids": ids,
+                    "row": ids,
+                    "flat": torch.zeros_like(ids, dtype=torch.bool),
+                    "scored": torch.ones_like(ids, dtype=torch.bool),
+                }
+                for ids in torch.arange(2).chunk(parts)
+            ]
+            kind = {"normalization": "rollout"}
+            table = row_table(
+                micro_batches, per_window=1, process=0, gather=lambda x: x, empty_rows=True, drop_flat=False, **kind
+            )
+            normalize(micro_batches, table, scope=scope, **kind)
+            white = [micro["advantages"] for micro in micro_batches]
             assert all((x == 0).all() for x in white), (scope, parts)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import OneProcess, forward_from, plus_loss, plus_trainer, rollout
+from harness import forward_from, plus_loss, plus_trainer, rollout
 
 from trl_lossplus.trainers.minibatch import trim
 
@@ -196,37 +196,6 @@ def test_c8_flat_groups():
     assert run() == pytest.approx([0.05, 0.05])
     assert run(zero_std_groups="no_kl") == [0.0, 0.0]
     assert run(zero_std_groups="drop") == [0.0, 0.0]
-
-
-class CountingProcess(OneProcess):
-    """Counts collectives."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def gather(self, x):
-        self.calls += 1
-        return x
-
-    def reduce(self, x, reduction="sum"):
-        self.calls += 1
-        return x
-
-
-def test_collectives_do_not_grow_with_micro_batches():
-    """One reduction a rollout for the windows, one a step for the guard (and one gathering of statistics), none a micro-batch."""
-    for parts in (1, 8):
-        accelerator = CountingProcess()
-        trainer = plus_trainer({"gradient_accumulation_steps": parts}, accelerator=accelerator)
-        batches, _ = split(rollout(seed=1, lengths=LENGTHS), parts)
-        cut = trainer.cut([dict(inputs) for _, _, inputs in batches])
-        assert accelerator.calls == 1
-        trainer._get_per_token_logps_and_entropies = forward_from([(a, b) for a, b, _ in batches])
-        for i, micro in enumerate(cut):
-            accelerator.sync_gradients = i == len(cut) - 1
-            trainer.micro_loss(None, micro)
-        trainer.end_step()
-        assert accelerator.calls == 2
 
 
 def test_k1_no_graph_for_an_entropy_that_nothing_differentiates():

@@ -103,12 +103,12 @@ class RolloutCheck:
             self._token_level(totals, per_token_kl)
         else:
             self._sequence_level(totals, per_token_kl)
-        if self.s.spec["advantage_normalization"] == "rollout":
-            keys = whitening_keys(self.s.spec["advantage_norm_scope"], out.groups, out.scored, self.rows)
-            out.advantages = adv.whitened(out.advantages, keys)
         tensor = self.event.tensors["advantages"]
         theirs = picked([[x] for x in tensor] if tensor and not isinstance(tensor[0], list) else tensor, out.columns)
         out.advantages = self._tokens("advantages", theirs, out.advantages)
+        if self.s.spec["advantage_normalization"] == "rollout":  # seen next where the loss reads them
+            keys = whitening_keys(self.s.spec["advantage_norm_scope"], out.groups, out.scored, self.rows)
+            out.advantages = adv.whitened(out.advantages, keys)
         return out
 
     def _tokens(self, quantity: str, theirs: Rows, mine: Rows) -> Rows:

@@ -7,9 +7,8 @@ Looked for before the backward pass of an optimizer step's last micro-batch, on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,8 +118,7 @@ def first_bad(outputs: Sequence[LossOutput], rank: int) -> BadValue | None:
     return min(found, key=lambda bad: (ORDER.index(bad.tensor), bad.micro_batch), default=None)
 
 
-def agree(found: BadValue | None, gather: Callable[[list[Any]], list[Any]] | None) -> BadValue:
+def agree(everyone: Sequence[BadValue | None]) -> BadValue:
     """The first bad value over all processes: by tensor in `ORDER`, then by rank. Some process must have found one."""
-    everyone = [found] if gather is None else gather([found])
     present = [bad for bad in everyone if bad is not None]
     return min(present, key=lambda bad: (ORDER.index(bad.tensor), bad.rank))

@@ -1,10 +1,8 @@
-"""Statistics of one optimizer step: kept on the device, fetched once, in one collective, on every rank alike."""
+"""Statistics of one optimizer step: kept on the device, fetched once, and pooled over all processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +11,8 @@ from ..functional.masking import select
 from ..loss import LossOutput, Statistic
 from .quantiles import Sample, merge, sample, summarize
 
-Gather = Callable[[list[Any]], list[Any]]
+# One process's totals and weights by name, squares of the terms' gradients, quantiles by quantity.
+Local = tuple[dict[str, tuple[str, float, float]], dict[str, float], dict[str, list[float]]]
 _EXTREME = {"min": torch.minimum, "max": torch.maximum}
 
 
@@ -55,7 +54,7 @@ class StepStatistics:
         """
         Takes in what `level` asks for beyond the statistics: quantiles, effective sample size, the terms' gradients.
 
-        The gradients with respect to the log-probs are seen by hooks while the backward pass goes by. Waits for no device.
+        The gradients with respect to the log-probs are taken here, through the loss alone and not the model. Waits for no device.
         """
         if self.level == "off":
             return
@@ -65,38 +64,33 @@ class StepStatistics:
         n = mask.sum()
         valid = select(ratio, mask)
         self.add({"_ratio_sum": Statistic("mean", valid.sum(), n), "_ratio_square": Statistic("mean", (valid**2).sum(), n)})
-        for name, source in output.sources.items():
-            if source.requires_grad:
-                source.register_hook(partial(self._saw_gradient, name))
+        sources = {name: source for name, source in output.sources.items() if source.requires_grad}
+        if not sources:
+            return
+        gradients = torch.autograd.grad(output.loss, list(sources.values()), retain_graph=True)
+        for name, gradient in zip(sources, gradients, strict=True):
+            square = (gradient**2).sum()
+            self._gradients[name] = self._gradients[name] + square if name in self._gradients else square
 
-    def _saw_gradient(self, name: str, gradient: Tensor) -> None:
-        square = (gradient.detach() ** 2).sum()
-        self._gradients[name] = self._gradients[name] + square if name in self._gradients else square
+    def take(self) -> Local:
+        """This process's share of the step, for `pooled`, and an empty pool for the next step. Waits for the device."""
+        names = list(self._pooled)
+        numbers = [x.float() for name in names for x in self._pooled[name][1:]] + list(self._gradients.values())
+        flat = torch.stack(numbers).tolist() if numbers else []
+        pairs = zip(flat[0 : 2 * len(names) : 2], flat[1 : 2 * len(names) : 2], strict=True)
+        local = {name: (self._pooled[name].kind, *pair) for name, pair in zip(names, pairs, strict=True)}
+        squares = dict(zip(self._gradients, flat[2 * len(names) :], strict=True))
+        quantiles = summarize(self._samples, self.level) if self.level != "off" else {}
+        self._pooled, self._samples, self._gradients = {}, [], {}
+        return local, squares, quantiles
 
-    def fetch(self, gather: Gather | None = None) -> dict[str, float]:
+    def pooled(self, everyone: Sequence[Local]) -> dict[str, float]:
         """
-        The step's values over all processes, and an empty pool for the next step.
-
-        Args:
-            gather: a collective that concatenates lists of objects over processes; None on one process.
+        The step's values over all processes, from what each of them took.
 
         Returns:
             {metric name: value}, NaN where nothing was counted.
         """
-        names = list(self._pooled)
-        if names:
-            totals = torch.stack([self._pooled[name].total.float() for name in names])
-            weights = torch.stack([self._pooled[name].weight.float() for name in names])
-            rows = torch.stack([totals, weights], 1).tolist()
-        else:
-            rows = []
-        local = {name: (self._pooled[name].kind, row[0], row[1]) for name, row in zip(names, rows, strict=True)}
-        squares = {name: float(square) for name, square in self._gradients.items()}
-        quantiles = summarize(self._samples, self.level) if self.level != "off" else {}
-        self._pooled, self._samples, self._gradients = {}, [], {}
-        everyone = [(local, squares, quantiles)]
-        if gather is not None:
-            everyone = gather(everyone)
         parts = [part for part, _, _ in everyone]
         values = {name: _pool(name, parts) for name in sorted({name for part in parts for name in part})}
         if self.level != "off":

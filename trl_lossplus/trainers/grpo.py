@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,20 +16,20 @@ from transformers import PreTrainedModel
 from ..batch import LossBatch
 from ..config import GRPOPlusConfig
 from ..diagnostics.probes import StepStatistics, first_pass_deviation, mask_statistics
-from ..estimators import compute_advantages
+from ..estimators import compute_advantages, weighted_sum
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
-from ..functional.masking import row_means, row_sums, select
+from ..functional.masking import select
 from ..kl_control import KLController
 from ..loss import LossOutput, compute_loss
-from ..registry import POLICY_LOSSES
+from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from . import minibatch, rollout
 from .callbacks import DescribeRun
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
+from .exchange import Exchange
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
 from .minibatch import MicroBatch
-from .normalize import whiten_together
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .step_guard import StepGuard, loss_table
 from .step_snapshot import write_snapshot
@@ -108,7 +107,9 @@ class GRPOPlusTrainer(TRLSeam):
             self.add_callback(self.reference_adapter)
         self.kl_controller: KLController = controller_for(self.spec)
         self._kl_factor = 1.0  # the coefficient in use over the configured one, fixed at each rollout
+        self._exchange = Exchange(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.device)
         self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
+        self._values: dict[str, float] = {}  # of the optimizer step, over all processes
         self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, Path(str(args.output_dir)))
         self.add_callback(DescribeRun(self))
         self._trims_left = has_rotary_positions(self.model)
@@ -148,48 +149,47 @@ class GRPOPlusTrainer(TRLSeam):
             self._token_weights = evaluate(self.token_weight_func, prompts, completions, ids, columns, decode)
 
     def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
-        """Advantages, group ids and flags of the local rows; KL in the reward and rollout-side normalization happen here."""
+        """Advantages (before any whitening), group ids and flags of the local rows; KL in the reward happens here."""
         spec, mode = self.spec, self.mode
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
-        minibatch.loss_masks([out], drop_flat=False)
-        mask = out["loss_mask"]
+        mask = out["loss_mask"] = minibatch.token_mask(out)
+        rows, process = len(mask), self.accelerator.process_index
+        here = slice(process * rows, (process + 1) * rows)
         if self._token_weights is not None:
             out["token_weights"] = as_tensor(self._token_weights, mask.shape[1], mask.device)
-        kl, penalty = self._rollout_kl(out, mask)
-        penalty = self.reward_penalty(out, penalty)
-        scored = rollout.score_rollout(
-            spec, self.args.estimator_options, rewards, self.reward_weights.to(rewards), num_generations, penalty
-        )
-        rows = mask.shape[0]
-        here = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+        kl = self._rollout_kl(out, mask)
+        coef = spec.kl_reward_coef * self._kl_factor
+        by_row = kl is not None and spec.kl_in_reward and spec.kl_reward_level == "sequence"
+        penalty = self.reward_penalty(out, rollout.kl_penalty_rows(cast(Tensor, kl), mask, coef) if by_row else None)
+        token_kl = kl if spec.kl_in_reward and not by_row else None
+        weights, table = self.reward_weights.to(rewards), None
+        if "token_level" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits:
+            score = weighted_sum(rewards[here], weights)
+            table = rollout.token_reward_table(score if penalty is None else score - penalty, token_kl, coef, mask)
+        if kl is not None or penalty is not None or spec.whiten_rewards:
+            shared = rollout.share_rows(kl, penalty, table if spec.whiten_rewards else None, mask, self.accelerator.gather)
+            penalty = None if penalty is None else shared.penalty.to(rewards)
+            if kl is not None:
+                self._control_kl(shared)
+            if table is not None and spec.whiten_rewards:
+                table = shared.whitened(table, mask, process)
+        scored = rollout.score_rollout(spec, self.args.estimator_options, rewards, weights, num_generations, penalty)
         out["row"] = torch.arange(len(rewards), device=rewards.device)[here]
         out["ended"] = self.ended(out)
         for name in ("group_ids", "scored", "flat"):
             out[name] = getattr(scored, name)[here]
-        token_kl = kl if spec.kl_in_reward and spec.kl_reward_level == "token" else None
-        coef = spec.kl_reward_coef * self._kl_factor
-        if scored.advantages is None:
-            table = rollout.token_reward_table(spec, scored.rewards[here], token_kl, coef, mask, self.accelerator.gather)
+        if table is not None:
             self.token_advantages(out, table, mask)
         else:
-            out["advantages"] = scored.advantages[here]
+            out["advantages"] = cast(Tensor, scored.advantages)[here]
             if token_kl is not None:
                 out["advantages"] = rollout.token_kl_advantages(out["advantages"], token_kl, mask, coef)
-        if spec.advantage_normalization == "rollout":
-            out["advantages"] = whiten_together(
-                [minibatch.as_tokens(out["advantages"])],
-                [mask & out["scored"].unsqueeze(-1)],
-                [out["group_ids"]],
-                scope=spec.advantage_norm_scope,
-                num_groups=len(rewards) // num_generations,
-                gather=self.accelerator.gather,
-            )[0]
         rollout.correct(out, mask, self.args, self.spec)
         self._log_groups(scored, num_generations)
         return out
 
     def reward_penalty(self, out: MicroBatch, penalty: Tensor | None) -> Tensor | None:
-        """What is taken off the rewards (N,) of all processes; `penalty` holds the KL in the reward, or None."""
+        """What is taken off the local rows' rewards (B,); `penalty` holds the KL in the reward, or None."""
         return penalty
 
     def token_advantages(self, out: MicroBatch, rewards: Tensor, mask: Tensor, **options: Any) -> None:
@@ -201,27 +201,21 @@ class GRPOPlusTrainer(TRLSeam):
         out["advantages"] = select(result.advantages, scored)
         out["returns"] = torch.where(scored, result.returns, out["old_values"]) if "old_values" in out else result.returns
 
-    def _rollout_kl(self, out: MicroBatch, mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Per-token KL of the local rows and the penalty on all rows' rewards, each None where nothing reads it."""
-        spec = self.spec
-        adaptive = spec.kl_controller == "adaptive"
+    def _rollout_kl(self, out: MicroBatch, mask: Tensor) -> Tensor | None:
+        """Per-token KL of the local rows, None where nothing reads it; fixes the coefficient for this rollout."""
         if self.mode == "train":
             self._kl_factor = self.kl_controller.coef / starting_coef(self.spec)
-        if not (spec.kl_in_reward or adaptive):
-            return None, None
-        kl = rollout.rollout_kl(spec, self.rollout_logps(out), out["ref_per_token_logps"], mask)
-        sums = self.accelerator.gather(torch.stack([row_sums(kl, mask), mask.sum(-1).float()], 1))  # (N, 2)
-        penalty = None
-        if spec.kl_in_reward and spec.kl_reward_level == "sequence":
-            penalty = spec.kl_reward_coef * self._kl_factor * sums[:, 0]
-        tokens = sums[:, 1].sum().item()
-        mean = sums[:, 0].sum().item() / max(tokens, 1.0)
-        self.log_value("kl_rollout", mean)
+        if not (self.spec.kl_in_reward or self.spec.kl_controller == "adaptive"):
+            return None
+        return rollout.rollout_kl(self.spec, self.rollout_logps(out), out["ref_per_token_logps"], mask)
+
+    def _control_kl(self, shared: rollout.SharedRows) -> None:
+        """Logs the rollout's KL and moves the coefficient for the next one."""
+        self.log_value("kl_rollout", shared.mean_kl)
         if self.mode == "train":
             self.log_value("kl_coef", self.kl_controller.coef)
-            if tokens:
-                self.kl_controller.update(mean, len(sums))
-        return kl, penalty
+            if shared.tokens.any():
+                self.kl_controller.update(shared.mean_kl, len(shared.kl))
 
     def _log_groups(self, scored: rollout.ScoredRollout, num_generations: int) -> None:
         if num_generations == 1:
@@ -243,46 +237,28 @@ class GRPOPlusTrainer(TRLSeam):
     # Windows and micro-batches.
 
     def cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Windows with their normalizers, learner-side normalization, trimming; the shown advantages are those used."""
+        """Windows with their normalizers, whitening, trimming; the shown advantages are those used."""
         train = self.mode == "train"
         exact = not train or self.args.windows_are_exact
         per_window = self.args.gradient_accumulation_steps if train and exact else len(micro_batches)
-        world = self.accelerator.num_processes
-        generations = self.num_generations if train else self.num_generations_eval
-        num_groups = world * sum(len(micro["group_ids"]) for micro in micro_batches) // generations
-        minibatch.loss_masks(micro_batches, drop_flat=self.spec.zero_std_groups == "drop")
-        minibatch.cut_windows(
+        normalization = self.spec.advantage_normalization
+        table = minibatch.row_table(
             micro_batches,
             per_window=per_window,
-            num_groups=num_groups,
-            world_size=world,
-            reduce=lambda table: self.accelerator.reduce(table, reduction="sum"),
+            process=self.accelerator.process_index,
+            gather=self.accelerator.gather,
             empty_rows=self.args.counts_empty_rows,
-            dropped="flat" if self.spec.zero_std_groups == "drop" else None,
+            normalization=normalization,
+            drop_flat=self.spec.zero_std_groups == "drop",
         )
+        minibatch.cut_windows(micro_batches, table, per_window=per_window, world_size=self.accelerator.num_processes)
         if not exact:
             minibatch.share_windows(micro_batches)
-        if self.spec.advantage_normalization == "learner":
-            minibatch.normalize_windows(
-                micro_batches,
-                per_window=per_window,
-                scope=self.spec.advantage_norm_scope,
-                num_groups=num_groups,
-                gather=self.accelerator.gather,
-            )
+        used = minibatch.normalize(micro_batches, table, normalization=normalization, scope=self.spec.advantage_norm_scope)
         if self.log_completions:
-            self._show_advantages(micro_batches)
+            self.show_advantages(used.tolist())
         minibatch.trim(micro_batches, left=self._trims_left, multiple=self.padded_multiple)
         return micro_batches
-
-    def _show_advantages(self, micro_batches: list[MicroBatch]) -> None:
-        pairs = [
-            torch.stack([micro["row"].float(), row_means(tokens.expand(micro["loss_mask"].shape), micro["loss_mask"])], 1)
-            for micro in micro_batches
-            for tokens in (minibatch.as_tokens(micro["advantages"]).float(),)
-        ]
-        everyone = self.accelerator.gather(torch.cat(pairs))
-        self.show_advantages(everyone[everyone[:, 0].argsort(), 1].tolist())
 
     # The loss of one micro-batch.
 
@@ -308,19 +284,23 @@ class GRPOPlusTrainer(TRLSeam):
             statistics.add(mask_statistics(inputs["loss_mask"], inputs["completion_mask"], inputs["ended"]))
             if train and self.in_first_pass:
                 statistics.add({"ratio/first_pass_deviation": first_pass_deviation(output)})
+        if train:
+            self._guard.see(output, inputs)
+        if not train or self.accelerator.sync_gradients:
+            self._share_step(train)
         if not train:
             self.end_step()
-            return output.loss
-        self._guard.see(output, inputs)
-        if self.accelerator.sync_gradients:
-            self._guard.decide(
-                self.accelerator, self.state.global_step, self._gather, self.decode, lambda: write_snapshot(self, "nonfinite")
-            )
         return output.loss
 
-    @property
-    def _gather(self) -> Callable[..., Any] | None:
-        return self.gather_statistics if self.accelerator.num_processes > 1 else None
+    def _share_step(self, train: bool) -> None:
+        """The step's statistics over all processes, and whether all is finite: one collective, before the last backward pass."""
+        statistics = self._statistics[self.mode]
+        everyone = self._exchange((train and self._guard.found, statistics.take()))
+        self._values = statistics.pooled([local for _, local in everyone])
+        if train:
+            found, step = any(bad for bad, _ in everyone), self.state.global_step
+            snapshot = partial(write_snapshot, self, "nonfinite")
+            self._guard.decide(found, self.accelerator, step, self._exchange, self.decode, snapshot)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As transformers, just before the optimizer step; a norm that is not finite stops or drops it (a finite loss can have one)."""
@@ -340,7 +320,7 @@ class GRPOPlusTrainer(TRLSeam):
         return loss_table(self._guard, self.decode, rows)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As TRL; at the end of an optimizer step's last backward pass its statistics are fetched and logged."""
+        """As TRL; after an optimizer step's last backward pass its statistics are logged."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self.end_step()
@@ -379,10 +359,10 @@ class GRPOPlusTrainer(TRLSeam):
         return batch, aux_loss
 
     def end_step(self) -> None:
-        """Fetches the optimizer step's statistics, in one collective, and logs one value of each; drops the step if so decided."""
+        """Logs one value of each of the optimizer step's statistics; drops the step if so decided."""
         if self.mode == "train":
             write_snapshot(self, "step")
-        values = self._statistics[self.mode].fetch(self._gather)
+        values, self._values = self._values, {}
         train = self.mode == "train"
         if train and self._guard.close():
             self.model.zero_grad(set_to_none=True)  # an optimizer leaves parameters without a gradient as they are

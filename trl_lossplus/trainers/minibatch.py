@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..functional.aggregation import Window
-from .normalize import whiten_together
+from ..functional.masking import Moments, row_moments
+from .normalize import scope_keys, sets_of_rows, whiten_rows
 
 MicroBatch = dict[str, Any]
 
@@ -22,57 +23,84 @@ COMPLETION = (
 WHOLE = ("token_type_ids", "mm_token_type_ids")
 
 
-def loss_masks(micro_batches: Sequence[MicroBatch], *, drop_flat: bool) -> None:
-    """Adds `loss_mask` (B, T) bool to each micro-batch: generated tokens, without tool tokens and (if asked) flat groups."""
-    for micro in micro_batches:
-        mask = micro["completion_mask"].bool()
-        if micro.get("tool_mask") is not None:
-            mask = mask & micro["tool_mask"].bool()
-        if drop_flat:
-            mask = mask & ~micro["flat"].unsqueeze(-1)
-        micro["loss_mask"] = mask
+def token_mask(micro: MicroBatch) -> Tensor:
+    """(B, T) bool: generated tokens, without tool tokens."""
+    mask = micro["completion_mask"].bool()
+    return mask if micro.get("tool_mask") is None else mask & micro["tool_mask"].bool()
 
 
-def cut_windows(
+def _normalized_mask(micro: MicroBatch, normalization: str) -> Tensor:
+    """The tokens whose advantages are counted: of scored rows where they are whitened; over a rollout also those that are dropped."""
+    mask = token_mask(micro) if normalization == "rollout" else micro["loss_mask"]
+    return mask if normalization == "none" else mask & micro["scored"].unsqueeze(-1)
+
+
+class RowTable(NamedTuple):
+    """
+    What every process knows of the rollout's rows on all processes, (N,) each, in the order of use, process after process.
+
+    row: its number in generation order. window: number of its optimizer step. tokens: valid ones. counted: counts as a row. advantages:
+    moments of its advantages over the tokens that normalization looks at. first: where this process's rows begin.
+    """
+
+    row: Tensor
+    window: Tensor
+    group: Tensor
+    tokens: Tensor
+    counted: Tensor
+    advantages: Moments
+    first: int
+
+
+def row_table(
     micro_batches: Sequence[MicroBatch],
     *,
     per_window: int,
-    num_groups: int,
-    world_size: int,
-    reduce: Callable[[Tensor], Tensor],
+    process: int,
+    gather: Callable[[Tensor], Tensor],
     empty_rows: bool,
-    dropped: str | None = None,
-) -> None:
+    normalization: str,
+    drop_flat: bool,
+) -> RowTable:
     """
-    Adds to each micro-batch the `window` of its optimizer step.
+    Adds `loss_mask` to each micro-batch and tells every process of its rows (the one collective of this file).
 
     Args:
-        micro_batches: one process's, in the order in which they are used; each with loss_mask and group_ids.
-        per_window: micro-batches an optimizer step.
-        num_groups: groups of the rollout on all processes; group ids are below it.
-        reduce: sums a tensor over processes (the one collective of this function).
+        micro_batches: one process's, in the order in which they are used.
+        per_window: micro-batches an optimizer step. process: this one's number.
+        gather: concatenates a tensor over processes along dim 0.
         empty_rows: whether rows without valid tokens count as rows.
-        dropped: key of a (B,) bool tensor of rows that never count, or None.
+        normalization: none, rollout (flat groups are normalized with the others even if dropped) or learner.
+        drop_flat: rows of groups without spread leave the loss and never count.
     """
-    windows = [micro_batches[i : i + per_window] for i in range(0, len(micro_batches), per_window)]
-    table = torch.stack([_counts(window, num_groups, empty_rows, dropped) for window in windows])  # (windows, 1 + groups)
-    table = reduce(table)
-    for counts, window in zip(table, windows, strict=True):
-        rows, group_tokens = counts[0], counts[1:]
-        whole = Window(group_tokens.sum(), rows, (group_tokens > 0).sum(), world_size)
-        for micro in window:
-            micro["window"] = replace(whole, group_tokens=group_tokens[micro["group_ids"]])
+    columns: list[Tensor] = []
+    for i, micro in enumerate(micro_batches):
+        mask = token_mask(micro)
+        micro["loss_mask"] = mask & ~micro["flat"].unsqueeze(-1) if drop_flat else mask
+        tokens = micro["loss_mask"].sum(-1)
+        over = _normalized_mask(micro, normalization)
+        advantages = row_moments(as_tokens(micro["advantages"]).expand(mask.shape).float(), over)
+        counted = torch.ones_like(tokens) if empty_rows else tokens > 0
+        counted = counted * ~micro["flat"] if drop_flat else counted
+        window = torch.full_like(tokens, i // per_window)
+        facts = (micro["row"], window, micro["group_ids"], tokens, counted, *advantages)
+        columns.append(torch.stack([fact.float() for fact in facts], 1))
+    mine = torch.cat(columns)
+    everyone = gather(mine).cpu().double()
+    row, window, group, tokens, counted = everyone[:, :5].long().unbind(1)
+    return RowTable(row, window, group, tokens, counted, Moments(*everyone[:, 5:].unbind(1)), process * len(mine))
 
 
-def _counts(window: Sequence[MicroBatch], num_groups: int, empty_rows: bool, dropped: str | None) -> Tensor:
-    """[rows, tokens of group 0, 1, ...] of one process's share of a window."""
-    mask_sums = torch.cat([micro["loss_mask"].sum(-1) for micro in window])
-    ids = torch.cat([micro["group_ids"] for micro in window])
-    counts = torch.ones_like(mask_sums, dtype=torch.bool) if empty_rows else mask_sums > 0
-    if dropped is not None:
-        counts = counts & ~torch.cat([micro[dropped] for micro in window])
-    groups = torch.zeros(num_groups, dtype=mask_sums.dtype, device=mask_sums.device).index_add_(0, ids, mask_sums)
-    return torch.cat([counts.sum().unsqueeze(0), groups])
+def cut_windows(micro_batches: Sequence[MicroBatch], table: RowTable, *, per_window: int, world_size: int) -> None:
+    """Adds to each micro-batch the `window` of its optimizer step."""
+    num_windows = -(-len(micro_batches) // per_window)
+    rows = torch.zeros(num_windows, dtype=torch.long).index_add_(0, table.window, table.counted)
+    groups = torch.zeros(num_windows, int(table.group.max()) + 1, dtype=torch.long)
+    groups.index_put_((table.window, table.group), table.tokens, accumulate=True)
+    for i, micro in enumerate(micro_batches):
+        device, tokens = micro["loss_mask"].device, groups[i // per_window]
+        whole = Window(tokens.sum().to(device), rows[i // per_window].to(device), (tokens > 0).sum().to(device), world_size)
+        micro["window"] = replace(whole, group_tokens=tokens.to(device)[micro["group_ids"]])
 
 
 def share_windows(micro_batches: Sequence[MicroBatch]) -> None:
@@ -98,27 +126,27 @@ def scaled_window(window: Window, micro_batches: int) -> Window:
     )
 
 
-def normalize_windows(
-    micro_batches: Sequence[MicroBatch],
-    *,
-    per_window: int,
-    scope: str,
-    num_groups: int,
-    gather: Callable[[Tensor], Tensor],
-) -> None:
-    """Learner-side normalization: whitens the advantages over each optimizer step's scored tokens on all processes."""
-    for i in range(0, len(micro_batches), per_window):
-        window = micro_batches[i : i + per_window]
-        white = whiten_together(
-            [as_tokens(micro["advantages"]) for micro in window],
-            [micro["loss_mask"] & micro["scored"].unsqueeze(-1) for micro in window],
-            [micro["group_ids"] for micro in window],
-            scope=scope,
-            num_groups=num_groups,
-            gather=gather,
-        )
-        for micro, advantages in zip(window, white, strict=True):
-            micro["advantages"] = advantages
+def normalize(micro_batches: Sequence[MicroBatch], table: RowTable, *, normalization: str, scope: str) -> Tensor:
+    """
+    Whitens the advantages: over the rollout's scored tokens, or (learner) over each optimizer step's, on all processes.
+
+    Returns:
+        (N,) mean advantage of each row's valid tokens as it is used now, in generation order.
+    """
+    means = table.advantages.mean
+    if normalization != "none":
+        keys, num_keys = scope_keys(scope, table.group)
+        if normalization == "learner":
+            keys, num_keys = keys + table.window * num_keys, num_keys * (int(table.window.max()) + 1)
+        sets = sets_of_rows(table.advantages, keys, num_keys)
+        first = table.first
+        for micro in micro_batches:
+            here = slice(first, first := first + len(micro["row"]))
+            own = Moments(*(value[here] for value in sets))
+            over = _normalized_mask(micro, normalization)
+            micro["advantages"] = whiten_rows(as_tokens(micro["advantages"]).expand(over.shape).float(), over, own)
+        means = whiten_rows(means.unsqueeze(-1), (table.advantages.n > 0).unsqueeze(-1), sets).squeeze(-1)
+    return (means * (table.tokens > 0))[table.row.argsort()]
 
 
 def as_tokens(advantages: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         """Also takes `missing_eos_penalty` off completions that did not end."""
         if not self.args.missing_eos_penalty:
             return penalty
-        missing = self.accelerator.gather(~self.ended(out)).float() * self.args.missing_eos_penalty
+        missing = (~self.ended(out)).float() * self.args.missing_eos_penalty
         return missing if penalty is None else penalty + missing
 
     def token_advantages(self, out: MicroBatch, rewards: Tensor, mask: Tensor, **options: Any) -> None:

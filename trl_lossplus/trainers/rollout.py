@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from ..functional.advantages import group_spread, reward_to_go, token_rewards
 from ..functional.correction import rollout_importance_weights
 from ..functional.errors import LossPlusError
 from ..functional.kl import estimate_kl
-from ..functional.masking import row_sums, select
+from ..functional.masking import Moments, row_moments, row_sums, select
 from ..registry import ADVANTAGE_ESTIMATORS
 from ..spec import LossSpec
-from .normalize import whiten_together
+from .normalize import sets_of_rows, whiten_rows
 
 
 @dataclass
@@ -88,20 +88,50 @@ def token_kl_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, coef: floa
     return select(advantages.unsqueeze(-1) - coef * reward_to_go(kl, mask), mask)
 
 
-def token_reward_table(
-    spec: LossSpec, scores: Tensor, kl: Tensor | None, kl_coef: float, mask: Tensor, gather: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """
-    Token rewards (B, T): each row's score on its last valid token (0 if not scored), less coef * KL of every token, whitened over
-    all processes where the spec asks for it.
-    """
+def token_reward_table(scores: Tensor, kl: Tensor | None, kl_coef: float, mask: Tensor) -> Tensor:
+    """Token rewards (B, T): each row's score on its last valid token (0 if not scored), less coef * KL of every token."""
     table = token_rewards(scores.nan_to_num(nan=0.0), mask)
-    if kl is not None:
-        table = table - kl_coef * select(kl, mask)
-    if spec.whiten_rewards:
-        ids = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
-        table = whiten_together([table], [mask], [ids], scope="batch", num_groups=1, gather=gather, shift_mean=False)[0]
-    return table
+    return table if kl is None else table - kl_coef * select(kl, mask)
+
+
+class SharedRows(NamedTuple):
+    """
+    What every process knows of the rows on all, in generation order: (N,) each.
+
+    kl: summed over the row's tokens. tokens: how many. penalty: taken off the row's reward. rewards: moments of its token rewards.
+    """
+
+    kl: Tensor
+    tokens: Tensor
+    penalty: Tensor
+    rewards: Moments
+
+    @property
+    def mean_kl(self) -> float:
+        """Nats a token over the whole rollout; 0 where there is none."""
+        return self.kl.sum().item() / max(self.tokens.sum().item(), 1.0)
+
+    def whitened(self, table: Tensor, mask: Tensor, process: int) -> Tensor:
+        """This process's token rewards (B, T) with variance 1 over all processes' tokens, and their mean as it was."""
+        sets = sets_of_rows(self.rewards, torch.zeros_like(self.tokens, dtype=torch.long), 1)
+        here = slice(process * len(mask), (process + 1) * len(mask))
+        return whiten_rows(table, mask, Moments(*(value[here] for value in sets)), shift_mean=False)
+
+
+def share_rows(
+    kl: Tensor | None, penalty: Tensor | None, rewards: Tensor | None, mask: Tensor, gather: Callable[[Tensor], Tensor]
+) -> SharedRows:
+    """
+    Tells all processes of each other's rows, in one collective.
+
+    Args:
+        kl, rewards: (B, T) of this process's rows, penalty: (B,); None counts as 0. gather: concatenates over processes.
+    """
+    nothing = torch.zeros(len(mask), device=mask.device)
+    columns = [nothing if kl is None else row_sums(kl, mask), mask.sum(-1), nothing if penalty is None else penalty]
+    columns += row_moments(torch.zeros_like(mask, dtype=torch.float32) if rewards is None else rewards, mask)
+    shared = gather(torch.stack([column.float() for column in columns], 1)).cpu().double().unbind(1)
+    return SharedRows(shared[0], shared[1], shared[2], Moments(*shared[3:]))
 
 
 def kl_penalty_rows(kl: Tensor, mask: Tensor, coef: float) -> Tensor:

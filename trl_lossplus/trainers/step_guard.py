@@ -45,38 +45,43 @@ class StepGuard:
         self._flags = flags if self._flags is None else self._flags + flags
         self._seen.append((replace(output, loss=output.loss.detach(), terms=terms, sources={}), inputs))
 
+    @property
+    def found(self) -> bool:
+        """Whether this process has seen something that is not finite in the step under way. Waits for the device."""
+        assert self._flags is not None
+        return bool(self._flags.any())
+
     def decide(
         self,
+        found: bool,
         accelerator: Accelerator,
         step: int,
-        gather: Callable[[list[Any]], list[Any]] | None,
+        exchange: Callable[[Any], list[Any]],
         decode: Callable[[Tensor], str],
         on_bad: Callable[[], None] = lambda: None,
     ) -> None:
         """
-        Looks at the whole step before its last backward pass: one small reduction, and one wait for the device.
+        What becomes of the step, before its last backward pass: nothing, unless something was `found` on some process.
 
-        `on_bad` is called on every process when something was found, before anything is raised.
+        Then `exchange` tells all what each has, and `on_bad` is called on every process before anything is raised.
 
         Raises:
             NonFiniteError: on every process alike, naming the first bad value; under skip after `max_skips` in a row.
         """
-        assert self._flags is not None
-        flags = accelerator.reduce(self._flags, reduction="sum")
-        if not bool(flags.any()):
+        if not found:
             self._in_a_row = self._in_a_row if self._gradient_was_bad else 0
             self._gradient_was_bad = False
             return
         on_bad()
-        found = first_bad([output for output, _ in self._seen], accelerator.process_index)
-        if found is not None:
-            inputs = self._seen[found.micro_batch][1]
-            found = replace(
-                found,
-                prompt=decode(inputs["prompt_ids"][found.row]),
-                completion=decode(inputs["completion_ids"][found.row]),
+        bad = first_bad([output for output, _ in self._seen], accelerator.process_index)
+        if bad is not None:
+            inputs = self._seen[bad.micro_batch][1]
+            bad = replace(
+                bad,
+                prompt=decode(inputs["prompt_ids"][bad.row]),
+                completion=decode(inputs["completion_ids"][bad.row]),
             )
-        agreed = agree(found, gather)
+        agreed = agree(exchange(bad))
         sentence = agreed.sentence(step)
         self._in_a_row += 1
         if self.policy == "raise":

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 import trl
-from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -277,10 +276,6 @@ class TRLSeam(GRPOTrainer):
         else:
             self.entropy_coef = max(self.entropy_coef - self.args.entropy_coef_delta, self.args.entropy_coef_min)
         self._last_world_entropy = entropy
-
-    def gather_statistics(self, rows: list[Any]) -> list[Any]:
-        """Concatenates lists of plain objects over processes."""
-        return gather_object(rows)
 
 
 check_seam(GRPOTrainer, trl.__version__)
