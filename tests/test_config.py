@@ -49,6 +49,7 @@ def parse(*arguments, kind=GRPOPlusConfig):
 # Each new field: a value that is not its default, and what it needs beside it.
 LOSS_KL, REWARD_KL = {"beta": 0.1}, {"kl_placement": "reward", "kl_reward_coef": 0.1}
 ADAPTIVE = {**LOSS_KL, "kl_controller": "adaptive", "kl_target": 0.1}
+RESAMPLE = {"zero_std_groups": "resample"}
 VALUES = {
     "loss_type": ("grpo", {}),
     "scale_rewards": ("batch", {}),
@@ -70,6 +71,8 @@ VALUES = {
     "kl_target": (0.2, {**LOSS_KL, "kl_controller": "adaptive"}),
     "kl_horizon": (100.0, ADAPTIVE),
     "zero_std_groups": ("drop", {}),
+    "resample_max_tries": (3, RESAMPLE),
+    "resample_exhausted": ("raise", RESAMPLE),
     "probes": ("full", {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
@@ -369,6 +372,10 @@ CONFLICTS = [
     ({"cispo_ratio_min": 0.5}, ["cispo_ratio_min=0.5", "'ppo_clip'", "Remove it"]),
     ({"policy_loss": "gmpo", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'gmpo'"]),
     ({"zero_std_groups": "no_kl"}, ["zero_std_groups='no_kl'", "no KL in the loss"]),
+    ({"resample_max_tries": 3}, ["resample_max_tries=3", "nothing reads it", "zero_std_groups='resample'"]),
+    ({"resample_exhausted": "raise", "zero_std_groups": "drop"}, ["resample_exhausted='raise'", "nothing reads it"]),
+    ({**RESAMPLE, "resample_max_tries": 0}, ["resample_max_tries=0", ">= 1"]),
+    ({**RESAMPLE, "resample_exhausted": "rise"}, ["resample_exhausted='rise'", "Did you mean 'raise'"]),
     ({"loss_type": "sapo", "policy_loss": "gspo"}, ["loss_type='sapo'", "policy_loss='gspo'", "Remove loss_type"]),
     ({"loss_type": "dr_grpo", "max_completion_length": None}, ["'seq_mean_token_sum_norm'", "None", "set it to a token count"]),
     ({"advantage_estimator": "gae"}, ["advantage_estimator (gae)", "old_values", "PPOPlusConfig"]),
@@ -453,6 +460,7 @@ PPO_CONFLICTS = [
     ({"gae_lambda": -0.1}, ["gae_lambda=-0.1", "in [0, 1]"]),
     ({"gae_lambda_critic": 2.0}, ["gae_lambda_critic=2.0", "in [0, 1]"]),
     ({"zero_std_groups": "drop"}, ["zero_std_groups='drop'", "num_generations=1", "flat"]),
+    (RESAMPLE, ["zero_std_groups='resample'", "num_generations=1", "flat"]),
     ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, ["rollout of one completion", "raise"]),
     ({"advantage_estimator": "grpo", "num_generations": 4}, ["advantage_estimator='grpo'", "does not read values", "GRPOPlusTrainer"]),
     ({"scale_rewards": "group"}, ["scale_rewards='group'", "'gae'", "the estimator does not scale"]),

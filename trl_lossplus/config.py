@@ -19,7 +19,12 @@ TRL_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": CORRECTION_MODES,
 }
-OUR_CHOICES = {"probes": ("off", "summary", "full"), "nonfinite_policy": ("raise", "skip"), "snapshot_on": (None, "nonfinite")}
+OUR_CHOICES = {
+    "probes": ("off", "summary", "full"),
+    "nonfinite_policy": ("raise", "skip"),
+    "snapshot_on": (None, "nonfinite"),
+    "resample_exhausted": ("keep", "raise"),
+}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -129,7 +134,16 @@ class GRPOPlusConfig(GRPOConfig):
     kl_horizon: float | None = option("Horizon of adaptive control in completions. None: 10000.")
     zero_std_groups: str = option(
         "Groups whose rewards are all equal: keep (as TRL), no_kl (they do not pull towards the reference), drop (out of the "
-        "loss and of its normalizer).",
+        "loss and of its normalizer), resample (replaced by groups of further prompts before anything is trained on: DAPO's dynamic "
+        "sampling).",
+        "keep",
+    )
+    resample_max_tries: int = option(
+        "zero_std_groups=resample: how many further draws of prompts a rollout may take, each at most as large as the rollout.", 8
+    )
+    resample_exhausted: str = option(
+        "zero_std_groups=resample, where flat groups are left after these draws: keep (they stay, with a warning; after three "
+        "rollouts in a row in which no group at all had spread training ends) or raise (an error).",
         "keep",
     )
 
@@ -178,7 +192,7 @@ class GRPOPlusConfig(GRPOConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        for name in ("nonfinite_max_skips", "snapshot_rows"):
+        for name in ("nonfinite_max_skips", "snapshot_rows", "resample_max_tries"):
             if getattr(self, name) < 1:
                 raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= 1.")
         self._check_skip()
@@ -242,6 +256,11 @@ class GRPOPlusConfig(GRPOConfig):
                 "zero_std_groups='no_kl': there is no KL in the loss that flat groups could be left out of. Set beta > 0, or "
                 "zero_std_groups to keep or drop."
             )
+        for name, default in (("resample_max_tries", 8), ("resample_exhausted", "keep")):
+            if self.zero_std_groups != "resample" and getattr(self, name) != default:
+                raise LossPlusError(
+                    f"{name}={getattr(self, name)!r}: nothing reads it. Set zero_std_groups='resample', or remove it."
+                )
 
     def critic_values(self) -> dict[str, Any]:
         """Values of the spec's critic fields: none without a critic."""

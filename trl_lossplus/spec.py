@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "advantage_normalization": ("none", "rollout", "learner"),
     "advantage_norm_scope": ("batch", "group", "sequence"),
-    "zero_std_groups": ("keep", "no_kl", "drop"),
+    "zero_std_groups": ("keep", "no_kl", "drop", "resample"),
     "value_loss": VALUE_LOSSES,
 }
 

@@ -12,7 +12,7 @@ from toyrun import fixed_rollout
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, PPOPlusConfig, PPOPlusTrainer
-from trl_lossplus.toy import toy_dataset
+from trl_lossplus.toy import KEYWORDS, toy_dataset
 
 STEPS, RESUME = 3, 2
 # An optimizer step is 16 rows (of one process; 8 on each of two) in two micro-batches, and a rollout serves two steps: the second
@@ -68,6 +68,11 @@ NO_DROP = {"loss_type": "dr_grpo", "num_generations": 4}
 LEARNER = {"advantage_normalization": "learner", "loss_aggregation": "token_mean"}
 PPO = {"critic": "adapter", "lora": True, "vf_coef": 0.5, "critic_learning_rate": 0.2}
 
+SIDED = {
+    "rows": 8, "data": "sided", "reward": "flat_for_some", "zero_std_groups": "resample", "gradient_accumulation_steps": 1,
+    "shuffle_dataset": False,
+}  # fmt: skip
+
 # The cases of docs that are about several processes; two of them hold one prompt each where data is "two".
 CASES = {
     "A3": [case("A3", **TWO, loss_aggregation="token_mean")],
@@ -87,6 +92,11 @@ CASES = {
     "flat": [case("flat", **TWO, reward="flat_for_long", loss_aggregation="prompt_mean")],
     "flat_dropped": [case("flat_dropped", **TWO, reward="flat_for_long", zero_std_groups="drop")],
     "metric_on_one": [case("metric_on_one", reward="metric_on_rank_0")],
+    # Every group of the first process flat and none of the second's; three groups of which the middle one lies across the two.
+    "resampled": [
+        {**case("resampled_one_sided", **SIDED), "resume": 2},
+        case("resampled_across", **{**SIDED, "rows": 12}, beta=0.05, kl_controller="adaptive", kl_target=0.01),
+    ],
 }
 # NaN on the last process in the second of three steps, which is dropped on all.
 SKIP = {**case("G2_skip", nonfinite_policy="skip"), "nan": 1}
@@ -125,6 +135,11 @@ def flat_for_long(prompts, completions, **kwargs):
     return [0.5 if "long" in prompt else i % 2 for i, prompt in enumerate(prompts)]
 
 
+def flat_for_some(prompts, completions, **kwargs):
+    """Zero spread for the prompts of `sided` at even places, and letters for the others."""
+    return [0.5 if flat_prompt(prompt) else len(text) / 10 for prompt, text in zip(prompts, completions, strict=True)]
+
+
 def rank():
     """This process's number."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -144,7 +159,13 @@ def failing(prompts, completions, trainer_state=None, **kwargs):
     return letters(prompts, completions)
 
 
-REWARDS = {"letters": letters, "flat_for_long": flat_for_long, "metric_on_rank_0": metric_on_rank_0, "failing": failing}
+REWARDS = {
+    "letters": letters,
+    "flat_for_long": flat_for_long,
+    "flat_for_some": flat_for_some,
+    "metric_on_rank_0": metric_on_rank_0,
+    "failing": failing,
+}
 
 
 def two_prompts():
@@ -166,9 +187,31 @@ def two_lengths(prompts, trainer):
     }
 
 
+def flat_prompt(prompt):
+    """Whether a prompt is one of those that `flat_for_some` gives no spread."""
+    return any(word in prompt.split() for word in KEYWORDS[:4])
+
+
+def sided():
+    """The toy's prompts, one that is flat and one that is not by turns."""
+    rows = sorted(toy_dataset(), key=lambda row: flat_prompt(row["prompt"]))
+    return Dataset.from_list([row for pair in zip(rows[24:], rows[:24], strict=True) for row in pair])
+
+
+def across(prompts, trainer):
+    """As `fixed_rollout`, where groups may begin and end in the middle of a process's rows."""
+    group, first = trainer.num_generations, rank() * len(prompts)
+    whole = [fixed_rollout([prompt] * group, trainer) for prompt in prompts]
+    return {
+        name: None if name == "logprobs" else [out[name][(first + i) % group] for i, out in enumerate(whole)] for name in whole[0]
+    }
+
+
 def data(cell):
     """Dataset and completions of a cell."""
-    return (two_prompts(), two_lengths) if cell.get("data") == "two" else (toy_dataset(), fixed_rollout)
+    known = {"two": (two_prompts, two_lengths), "toy": (toy_dataset, fixed_rollout), "sided": (sided, across)}
+    dataset, rollout = known[cell.get("data", "toy")]
+    return dataset(), rollout
 
 
 def reward(name):

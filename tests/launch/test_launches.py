@@ -92,9 +92,15 @@ def test_a7_e7_f9_say_more_than_equal_weights(results, launch):
 
 @pytest.mark.slow
 def test_processes_without_signal_finish_with_equal_weights(results):
-    """A process with masked rows only, with flat groups only (kept, dropped), and a metric that one process alone logs."""
-    cells = [cell for name in ("A3", "D5", "masked", "flat", "flat_dropped", "metric_on_one") for cell in CASES[name]]
+    """A process with masked rows only, with flat groups only (kept, dropped, replaced), and a metric that one process alone logs."""
+    names = ("A3", "D5", "masked", "flat", "flat_dropped", "resampled", "metric_on_one")
+    cells = [cell for name in names for cell in CASES[name]]
     all_right(results.judged("DDP", cells))
+    for cell in CASES["resampled"]:
+        one, two = (results.facts(launch, cell["name"])["log"] for launch in ("single", "DDP"))
+        for name in ("resample/draws", "resample/prompts", "resample/frac_flat_all"):
+            assert [entry[name] for entry in one if name in entry] == [entry[name] for entry in two if name in entry]
+        assert all(entry["resample/draws"] > 1 for entry in one if "reward" in entry)
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def facts(trainer):
         {
             name: value
             for name, value in entry.items()
-            if name in keep or name.startswith(("loss/", "value/", "clip_ratio/region"))
+            if name in keep or name.startswith(("loss/", "value/", "clip_ratio/region", "resample/"))
         }
         for entry in trainer.state.log_history
         if "loss" in entry

@@ -38,13 +38,14 @@ def letter_reward(completions, **kwargs):
 
 
 def trainer(model, out, reward=keyword_reward, callbacks=None, rollout=None, trainer_class=GRPOPlusTrainer,
-            config_class=GRPOPlusConfig, extra=None, **fields):  # fmt: skip
-    """A trainer over the toy dataset; `fields` go into its configuration."""
+            config_class=GRPOPlusConfig, extra=None, dataset=None, **fields):  # fmt: skip
+    """A trainer over the toy dataset, or another; `fields` go into its configuration."""
     args = config_class(output_dir=str(out), **{**SETTINGS, **fields})
     more = dict(extra or {})
     if rollout is not None:
         more["rollout_func"] = rollout
-    return trainer_class(model=model, reward_funcs=reward, args=args, train_dataset=toy_dataset(), callbacks=callbacks, **more)
+    dataset = toy_dataset() if dataset is None else dataset
+    return trainer_class(model=model, reward_funcs=reward, args=args, train_dataset=dataset, callbacks=callbacks, **more)
 
 
 def weights(trained):

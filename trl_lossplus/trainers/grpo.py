@@ -31,6 +31,7 @@ from .exchange import Exchange
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
 from .minibatch import MicroBatch
 from .reference import ReferenceAdapter, check_trainable, lora_sync
+from .resample import Resampler
 from .step_guard import StepGuard, loss_table
 from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
@@ -105,6 +106,8 @@ class GRPOPlusTrainer(TRLSeam):
         self.reference_adapter = ReferenceAdapter(self.model) if follows else None
         if self.reference_adapter is not None:
             self.add_callback(self.reference_adapter)
+        resamples, environments = self.spec.zero_std_groups == "resample", kwargs.get("environment_factory") is not None
+        self.resampler = Resampler(self, train_dataset, environments) if resamples else None
         self.kl_controller: KLController = controller_for(self.spec)
         self._kl_factor = 1.0  # the coefficient in use over the configured one, fixed at each rollout
         self._exchange = Exchange(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.device)
@@ -127,14 +130,22 @@ class GRPOPlusTrainer(TRLSeam):
         """
         in_use = starting_coef(self.spec) * self._kl_factor if self.mid_rollout else self.kl_controller.coef
         save_controller(checkpoint, self.kl_controller, in_use)
+        if self.resampler is not None:
+            self.resampler.save(checkpoint)
 
     def load_plus_state(self, checkpoint: str) -> None:
         """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
-        if self.reference_adapter is not None:
-            self.reference_adapter.load(checkpoint)
+        for part in (self.reference_adapter, self.resampler):
+            if part is not None:
+                part.load(checkpoint)
         load_controller(checkpoint, self.kl_controller)
 
     # The rollout.
+
+    def collect(self, examples: list[dict[str, Any]]) -> tuple[MicroBatch, Tensor]:
+        """As TRL; in training with zero_std_groups=resample flat groups are replaced by groups of further prompts."""
+        resampler = self.resampler if self.mode == "train" else None
+        return super().collect(examples) if resampler is None else resampler.collect(examples)
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Refuses infinite rewards."""
@@ -229,10 +240,7 @@ class GRPOPlusTrainer(TRLSeam):
         )
         if metrics["group_reward/frac_flat"] == 1.0 and nothing_else and not self._warned_of_no_signal:
             self._warned_of_no_signal = True
-            logger.warning(
-                "No signal: in every group of this rollout all completions got the same reward, so every advantage is 0 and the "
-                "weights do not move. Look at the rewards; raise num_generations or the temperature, or take other prompts."
-            )
+            logger.warning(rollout.NO_SIGNAL)
 
     # Windows and micro-batches.
 

@@ -22,6 +22,11 @@ from ..registry import ADVANTAGE_ESTIMATORS
 from ..spec import LossSpec
 from .normalize import sets_of_rows, whiten_rows
 
+NO_SIGNAL = (
+    "No signal: in every group of this rollout all completions got the same reward, so every advantage is 0 and the weights do not "
+    "move. Look at the rewards; raise num_generations or the temperature, or take other prompts."
+)
+
 
 @dataclass
 class ScoredRollout:
@@ -40,6 +45,19 @@ class ScoredRollout:
     flat: Tensor
     mean: Tensor
     std: Tensor
+
+
+def group_statistics(spec: LossSpec, rewards: Tensor, total: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Mean and standard deviation of the summed rewards of each row's group, and whether the group is flat: (N,) each.
+
+    Args:
+        rewards: (N, K), one column a reward function. total: (N,) their weighted sum. group_ids: (N,).
+    """
+    mean, std, flat = group_spread(total, group_ids)
+    if "reads_reward_columns" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits:
+        flat = torch.stack([group_spread(column, group_ids)[2] for column in rewards.unbind(1)]).all(0)
+    return mean, std, flat
 
 
 def score_rollout(
@@ -62,10 +80,8 @@ def score_rollout(
     group_ids = torch.arange(len(rewards), device=rewards.device) // num_generations
     total = weighted_sum(rewards, reward_weights)
     scored = ~torch.isnan(total)
-    mean, std, flat = group_spread(total, group_ids)
+    mean, std, flat = group_statistics(spec, rewards, total, group_ids)
     traits = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits
-    if "reads_reward_columns" in traits:
-        flat = torch.stack([group_spread(column, group_ids)[2] for column in rewards.unbind(1)]).all(0)
     if penalty is not None:
         total = total - penalty
     if "token_level" in traits:

@@ -18,6 +18,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, DrawnRow, as_generated, as_rows
 from .minibatch import MicroBatch
 from .seam_check import SUPPORTED, TRLVersionError, compare
 
@@ -25,6 +26,7 @@ from .seam_check import SUPPORTED, TRLVersionError, compare
 SEAM: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "_prepare_inputs": (("generation_batch",), frozenset({"40caff99c2cf"})),
     "_generate_and_score_completions": (("inputs",), frozenset({"3d5cec813b83"})),
+    "_generate": (("prompts",), frozenset({"bea6bc4f3207"})),
     "_calculate_rewards": (("inputs", "prompts", "completions", "completion_ids_list"), frozenset({"5017fb893c0c"})),
     "_compute_loss": (("model", "inputs"), frozenset({"16c4f3917b9f"})),
     "_get_per_token_logps_and_entropies": (
@@ -40,6 +42,7 @@ ATTRIBUTES = (
     "_step",
     "_metrics",
     "_logs",
+    "_pending_extra_logs",
     "_entropy_bonus_enabled",
     "_last_world_entropy",
     "_tokenizer",
@@ -50,6 +53,13 @@ FORWARD_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
     "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
+
+
+class _Drawn(Exception):
+    """Ends TRL's method once completions are generated and scored."""
+
+    def __init__(self, result: tuple[list[DrawnRow], Tensor]):
+        self.result = result
 
 
 def check_seam(trainer: type, version: str) -> list[str]:
@@ -83,6 +93,8 @@ class TRLSeam(GRPOTrainer):
         if lacking:
             raise TRLVersionError(f"TRL {trl.__version__}: GRPOTrainer has no {', '.join(lacking)}. Install '{SUPPORTED}'.")
         self._gathered_rewards: Tensor | None = None
+        self._draws_from: list[dict[str, Any]] | None = None  # the examples of a draw under way
+        self._drawn: tuple[list[DrawnRow], Tensor] | None = None  # rows that stand in for generation, and their rewards
 
     # Hooks, to be overridden.
 
@@ -93,6 +105,12 @@ class TRLSeam(GRPOTrainer):
         self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
     ) -> None:
         """Called once a rollout with the local rows, before `make_rollout`."""
+
+    def collect(self, examples: list[dict[str, Any]]) -> tuple[MicroBatch, Tensor]:
+        """TRL's rollout of the local examples, and the gathered (N, K) rewards."""
+        rollout = super()._generate_and_score_completions(examples)
+        rewards, self._gathered_rewards = self._gathered_rewards, None
+        return rollout, cast(Tensor, rewards)
 
     def make_rollout(self, rollout: MicroBatch, rewards: Tensor) -> MicroBatch:
         """Replaces what TRL put into the rollout: (local) tensors, with the gathered (N, K) rewards."""
@@ -114,9 +132,22 @@ class TRLSeam(GRPOTrainer):
 
     # TRL's private steps.
 
+    def _generate(self, prompts: Any) -> Any:
+        if self._drawn is not None:
+            return as_generated(self._drawn[0])
+        generated = super()._generate(prompts)
+        if self._draws_from is None:
+            return generated
+        raise _Drawn(self._score(prompts, generated))
+
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self.check_rewards(rewards)
+        if self._drawn is not None:
+            rows, rewards = self._drawn
+            for column in sorted({column for row in rows for column in row.logged}):
+                self._pending_extra_logs[column].extend(row.logged.get(column) for row in rows)
+        else:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            self.check_rewards(rewards)
         self._gathered_rewards = rewards
         columns = {
             key: [example[key] for example in inputs]
@@ -127,9 +158,7 @@ class TRLSeam(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> MicroBatch:
-        rollout = super()._generate_and_score_completions(inputs)
-        rewards, self._gathered_rewards = self._gathered_rewards, None
-        return self.make_rollout(rollout, cast(Tensor, rewards))
+        return self.make_rollout(*self.collect(inputs))
 
     def _prepare_inputs(self, generation_batch: Any) -> MicroBatch:
         before = self._buffered_inputs
@@ -152,6 +181,48 @@ class TRLSeam(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.load_plus_state(checkpoint)
+
+    # A rollout in two parts: completions that are generated and scored, and the tensors of those that are kept.
+
+    def draw(self, examples: list[dict[str, Any]], *, measured: bool) -> tuple[list[DrawnRow], Tensor]:
+        """
+        Generates and scores completions of the local examples, without log-probs: the rows, and the gathered (N, K) rewards.
+
+        `measured`: whether they count in TRL's metrics of completions and tools; tokens are always counted.
+        """
+        metrics = self._metrics[self.mode]
+        before = {name: len(values) for name, values in metrics.items()}
+        self._draws_from = examples
+        try:
+            super()._generate_and_score_completions(examples)
+        except _Drawn as drawn:
+            for name, values in metrics.items():
+                if not measured and name != "num_tokens":
+                    del values[before.get(name, 0) :]
+            return drawn.result
+        finally:
+            self._draws_from = None
+        raise TRLVersionError(f"TRL {trl.__version__} generated nothing through GRPOTrainer._generate. Install '{SUPPORTED}'.")
+
+    def rollout_of(self, rows: list[DrawnRow], rewards: Tensor) -> tuple[MicroBatch, Tensor]:
+        """`collect` of local rows that were drawn before, by whichever process, with the gathered (N, K) rewards of all."""
+        self._drawn = (rows, rewards)
+        try:
+            return TRLSeam.collect(self, [row.example for row in rows])
+        finally:
+            self._drawn = None
+
+    def _score(self, prompts: Any, generated: Any) -> tuple[list[DrawnRow], Tensor]:
+        """Rows and gathered rewards of what was generated for the draw under way."""
+        examples = cast(list[dict[str, Any]], self._draws_from)
+        for name, values in generated[EXTRA_FIELDS].items():  # a rollout function's own columns, for the reward functions
+            for i, example in enumerate(examples):
+                example[name] = values[i] if isinstance(values, list) else values
+        rewards = super()._calculate_rewards(examples, prompts, generated[COMPLETIONS], generated[COMPLETION_IDS])
+        self.check_rewards(rewards)
+        logged = dict(self._pending_extra_logs)
+        self._pending_extra_logs.clear()
+        return as_rows(examples, generated, logged), rewards
 
     # What hooks need of TRL's state, under public names.
 
