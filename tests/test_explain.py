@@ -253,6 +253,15 @@ LINES = [
      "Normalization, in exactly one place: in the estimator, over the rollout on all processes"),
     ({"advantage_estimator": "maxrl"}, "The advantages", "  source: MaxRL, arXiv 2602.02710"),
     ({"zero_std_groups": "drop"}, "The advantages", "Groups whose rewards are all equal: out of the loss and its normalizer"),
+    ({"zero_std_groups": "resample"}, "The advantages",
+     "Groups whose rewards are all equal: replaced by groups of further prompts, before log-probs are taken; evaluation keeps them"),
+    ({"zero_std_groups": "resample", "resample_max_tries": 3}, "The advantages",
+     "  at most 3 further draws a rollout (resample_max_tries); flat groups that are left: kept, with a warning "
+     "(resample_exhausted keep)"),
+    ({"zero_std_groups": "resample", "resample_exhausted": "raise"}, "The advantages",
+     "  at most 8 further draws a rollout (resample_max_tries); flat groups that are left: an error (resample_exhausted raise)"),
+    ({"zero_std_groups": "resample"}, "The advantages",
+     "  reward and group_reward/* are of the kept completions, resample/* of all draws, completions/* of the first draw"),
 ]  # fmt: skip
 
 

@@ -161,7 +161,8 @@ def markdown(kind: str) -> str:
         "policy": "# Policy objectives\n\n`policy_loss` by name. r = pi / pi_old of a token, A its advantage, sg = no gradient. Each "
         "picture shows the loss of a token and its gradient by the log-prob against the ratio, for A = +1 and A = -1 (p_old = .25).",
         "advantages": "# Advantage estimators\n\n`advantage_estimator` by name. s = a completion's reward, r_t a token's. A row that "
-        "is not scored, or has nothing to be compared with, gets 0.",
+        "is not scored, or has nothing to be compared with, gets 0. What becomes of groups whose rewards are all equal: "
+        "[zero_spread.md](zero_spread.md).",
     }[kind]
     lines = [head, "", "Made by `python docs/make_catalog.py` from the registry; not to be edited by hand.", ""]
     entries = [entry for entry in map(registry.get, registry.names()) if entry.func.__module__.startswith(PACKAGE)]

@@ -165,10 +165,24 @@ class _Explanation(Facts):
         if self.ppo:
             yield from self._token_rewards(self.ppo)
         yield f"Normalization, in exactly one place: {self._normalization()}"
-        flat = {"keep": "kept, as TRL", "no_kl": "out of the KL in the loss", "drop": "out of the loss and its normalizer"}
-        if self.config.num_generations == 1:
-            return
-        yield f"Groups whose rewards are all equal: {flat[self.spec.zero_std_groups]}"
+        if self.config.num_generations != 1:
+            yield from self._flat_groups()
+
+    def _flat_groups(self) -> Iterator[str]:
+        """What becomes of groups whose rewards are all equal."""
+        config, mode = self.config, self.spec.zero_std_groups
+        flat = {
+            "keep": "kept, as TRL",
+            "no_kl": "out of the KL in the loss",
+            "drop": "out of the loss and its normalizer",
+            "resample": "replaced by groups of further prompts, before log-probs are taken; evaluation keeps them",
+        }
+        yield f"Groups whose rewards are all equal: {flat[mode]}"
+        if mode == "resample":
+            rest = "an error" if config.resample_exhausted == "raise" else "kept, with a warning"
+            tries = f"at most {config.resample_max_tries} further draws a rollout (resample_max_tries)"
+            yield f"  {tries}; flat groups that are left: {rest} (resample_exhausted {config.resample_exhausted})"
+            yield "  reward and group_reward/* are of the kept completions, resample/* of all draws, completions/* of the first draw"
 
     def _token_rewards(self, ppo: PPOPlusConfig) -> Iterator[str]:
         """What stands between a completion's reward and the advantages of its tokens."""

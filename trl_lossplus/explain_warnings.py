@@ -49,8 +49,8 @@ cut_off: mask_truncated_completions leaves out the completions that truncated_co
     remove one of them.
 discount: gamma={gamma:g} is a discount a token: of a reward after max_completion_length={max_completion_length} tokens
     {discounted:.2g} of it reaches the first: set gamma=1 unless an early end is meant to count.
-flat_critic: With a critic the completions of a group whose rewards are all equal have advantages too, and zero_std_groups=drop
-    leaves them out: set it to keep.
+flat_critic: With a critic the completions of a group whose rewards are all equal have advantages too, and
+    zero_std_groups={zero_std_groups} leaves them out: set it to keep.
 """
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"^(\w+): (.+(?:\n    .+)*)", WARNINGS, re.MULTILINE)}
 
@@ -127,5 +127,5 @@ def _given_with_critic(facts: Facts) -> dict[str, bool]:
         "value_clip": spec.cliprange_value is not None and ppo.is_on_policy,
         "cut_off": ppo.mask_truncated_completions and bool(for_cut_off),
         "discount": spec.gamma < 1 and ppo.max_completion_length is not None,
-        "flat_critic": spec.zero_std_groups == "drop",
+        "flat_critic": spec.zero_std_groups in ("drop", "resample"),
     }

@@ -237,3 +237,12 @@ def test_in_print(tmp_path):
 
 def test_steps_are_named(tmp_path):
     assert f"{STEPS} logged steps, 1 to {STEPS}" in report(run())
+
+
+def test_a_run_that_resamples_shows_all_of_its_draws_beside_what_was_kept():
+    plain = report(full())
+    columns = {**full().columns, "resample/reward_all": ramp(0.2, 0.9), "resample/frac_flat_all": ramp(0.5, 0.4)}
+    text = report(run(columns, {"learning_rate": 1e-5}))
+    check_page(text)
+    assert plain.count("of all draws") == 0
+    assert text.count("of all draws") == 2  # reward, flat groups

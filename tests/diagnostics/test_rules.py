@@ -273,3 +273,20 @@ def test_three_steps_tell_no_state():
         "ratio/ess": np.zeros(3),
     }
     assert diagnose(run(few, base={}, n=3)) == []
+
+
+def test_a_run_that_resamples_is_judged_by_all_of_its_draws():
+    """Kept groups always have spread and a middling reward: what the policy does shows in resample/* alone."""
+    kept = {"reward": ramp(0.5, 0.5), "group_reward/frac_flat": np.zeros(STEPS), "frac_reward_zero_std": np.zeros(STEPS)}
+    kept["group_reward/std"] = ramp(0.4, 0.4)
+
+    def found(flat, reward):
+        drawn = {"resample/frac_flat_all": np.full(STEPS, flat), "resample/reward_all": reward}
+        return {finding.rule.id for finding in diagnose(run({**kept, **drawn}))}
+
+    assert "groups_flat" in found(0.9, ramp(0.3, 0.3))
+    assert "groups_flat" not in found(0.5, ramp(0.3, 0.3))
+    assert "reward_falls" in found(0.5, ramp(0.6, 0.1))
+    assert "reward_falls" not in found(0.5, ramp(0.3, 0.3))
+    assert View(run({**kept, "resample/reward_all": ramp(0.2, 1.0)})).reward_rises
+    assert not View(run(kept)).reward_rises

@@ -98,6 +98,11 @@ def _lines(ax: Axes, runs: Sequence[RunLog], names: dict[str, str], labels: bool
     return drawn
 
 
+def _of_all(names: dict[str, str], name: str, runs: Sequence[RunLog]) -> dict[str, str]:
+    """Beside what was kept, the same of all draws, where flat groups were replaced."""
+    return {**names, name: "of all draws"} if any(name in run.columns for run in runs) else names
+
+
 def _band(ax: Axes, run: RunLog, low: str, high: str, color: str, alpha: float = 0.15) -> bool:
     a, b = thin(run, low), thin(run, high)
     if a is None or b is None or len(a.steps) != len(b.steps):
@@ -126,7 +131,7 @@ def reward(figure: Figure, runs: Sequence[RunLog]) -> bool:
         if mean is not None and spread is not None and len(mean.steps) == len(spread.steps):
             low, high = mean.values - spread.values, mean.values + spread.values
             axes[0].fill_between(mean.steps, low, high, color=COLORS[i], alpha=0.12, linewidth=0)
-    drawn = _lines(axes[0], runs, {"reward": "reward"})
+    drawn = _lines(axes[0], runs, _of_all({"reward": "reward"}, "resample/reward_all", runs))
     axes[0].set_title("reward, and one standard deviation")
     if several:
         drawn += _lines(axes[1], runs, several)
@@ -249,7 +254,8 @@ def groups(figure: Figure, runs: Sequence[RunLog]) -> bool:
     drawn = _lines(axes[0], runs, {"group_reward/std": "mean"}, labels=len(runs) > 1)
     axes[0].set_title("std of rewards in a group: mean, least to largest")
     flat = "group_reward/frac_flat" if any("group_reward/frac_flat" in run.columns for run in runs) else "frac_reward_zero_std"
-    drawn += _lines(axes[1], runs, {flat: "flat"}, labels=len(runs) > 1)
+    lines = _of_all({flat: "flat"}, "resample/frac_flat_all", runs)
+    drawn += _lines(axes[1], runs, lines, labels=len(runs) > 1 or len(lines) > 1)
     axes[1].set_ylim(-0.03, 1.03)
     axes[1].set_title("fraction of groups with equal rewards")
     return bool(drawn)

@@ -9,7 +9,9 @@ from .rule import Rule
 
 RATIO_PROBES = ("probe/log_ratio/q00", "probe/log_ratio/q100")
 ADVANTAGE_PROBES = ("probe/advantage/q00", "probe/advantage/q100")
-FLAT = ("group_reward/frac_flat", "frac_reward_zero_std", "reward", "reward_std", "group_reward/std", "group_reward/mean_*")
+FLAT = (
+    "group_reward/frac_flat", "frac_reward_zero_std", "reward", "reward_std", "group_reward/std", "group_reward/mean_*", "resample/*",
+)  # fmt: skip
 KL = ("kl", "kl_rollout", "reward")
 CLIP = ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio", "cispo_clip_ratio", *RATIO_PROBES)
 NONFINITE = (*(f"nonfinite/{name}" for name in c.LATER), *c.SHOWN_IN.values(), "loss/policy", "skipped_steps")

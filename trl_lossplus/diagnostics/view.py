@@ -15,6 +15,12 @@ WINDOWS = 20  # into which a run is divided, at most
 WINDOW_LEAST = 5  # logged steps in a window, at least
 ENOUGH = 8  # logged values that a state of the run is judged by, at least
 NOISE = 4.0  # standard errors by which two parts of a run must differ
+# What a run that replaced its flat groups logs of all that it drew, by the metric that then tells of the kept groups alone.
+AS_DRAWN = {
+    "reward": "resample/reward_all",
+    "group_reward/frac_flat": "resample/frac_flat_all",
+    "frac_reward_zero_std": "resample/frac_flat_all",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,16 +90,21 @@ class View:
         n = len(self.steps)
         return np.array_split(np.arange(n), max(1, min(WINDOWS, n // WINDOW_LEAST)))
 
+    def _values(self, name: str) -> Array:
+        """A metric's column; where flat groups were replaced, that of all draws, since what was kept says little of the policy."""
+        drawn = AS_DRAWN.get(name)
+        return self.run.get(drawn if drawn in self.run.columns else name)
+
     def logged(self, name: str) -> tuple[NDArray[np.int64], Array]:
         """(steps, finite values) of a metric."""
-        values = self.run.get(name)
+        values = self._values(name)
         kept = np.isfinite(values)
         return self.steps[kept], values[kept]
 
     def windows(self, name: str) -> Windows:
         """A metric by windows of steps."""
         if name not in self._windows:
-            self._windows[name] = self.cut(self.run.get(name))
+            self._windows[name] = self.cut(self._values(name))
         return self._windows[name]
 
     def cut(self, values: Array) -> Windows:
