@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
 from ..estimators import weighted_sum
 from ..functional.errors import LossPlusError
 from .drawn import DrawnRow
+from .exchange import Exchange
 from .minibatch import MicroBatch
 from .rollout import group_statistics
 
@@ -119,6 +119,8 @@ class Resampler:
             what = f"prompts with images (column {min(images)!r})" if images else "environment_factory"
             raise LossPlusError(f"zero_std_groups='resample' does not take {what}. Set zero_std_groups to keep or drop.")
         self.trainer, self.args = trainer, trainer.args
+        accelerator = trainer.accelerator
+        self._exchange = Exchange(accelerator.gather, accelerator.num_processes, accelerator.device)
         self.stream = PromptStream(dataset, trainer.args.seed)
         self.position, self.before = 0, 0  # in the stream: after the last rollout, and before it
         self.fruitless = 0
@@ -183,9 +185,9 @@ class Resampler:
             owner, local = divmod(row, len(draws[i].rows))
             if owner == accelerator.process_index:
                 kept[place] = draws[i].rows[local]
-        if accelerator.num_processes > 1 and any(i for i, _ in sources):
+        if any(i for i, _ in sources):
             mine = range(first, first + rows)
-            for part in gather_object([{place: row for place, row in kept.items() if place not in mine}]):
+            for part in self._exchange({place: row for place, row in kept.items() if place not in mine}):
                 kept |= part
         rewards = torch.stack([draws[i].rewards[row] for i, row in whole])
         return [kept[place] for place in range(first, first + rows)], rewards
