@@ -10,7 +10,7 @@ import torch
 from trl_lossplus import LossBatch, LossSpec, PolicyTerm, compute_loss, register_policy_loss
 from trl_lossplus.cli import main
 from trl_lossplus.registry import POLICY_LOSSES
-from trl_lossplus.snapshots.store import take
+from trl_lossplus.snapshots.take import take
 from trl_lossplus.snapshots.testing import assert_unchanged
 
 PAGE = (Path(__file__).parents[2] / "docs/verify.md").read_text()

@@ -92,7 +92,7 @@ class StepStatistics:
             {metric name: value}, NaN where nothing was counted.
         """
         parts = [part for part, _, _ in everyone]
-        values = {name: _pool(name, parts) for name in sorted({name for part in parts for name in part})}
+        values = pooled(parts)
         if self.level != "off":
             values |= merge([part for _, _, part in everyone], self.level) | gradient_shares([part for _, part, _ in everyone])
         return with_loss_shares(with_sample_size(with_explained_variance(values)))
@@ -149,7 +149,12 @@ def gradient_shares(parts: list[dict[str, float]]) -> dict[str, float]:
     return {f"grad_logp/{name}": norm for name, norm in norms.items()} | shares
 
 
-def _pool(name: str, parts: list[dict[str, tuple[str, float, float]]]) -> float:
+def pooled(parts: Sequence[dict[str, tuple[str, float, float]]]) -> dict[str, float]:
+    """Statistics (kind, total, weight) of micro-batches or processes as one value by name; NaN where nothing was counted."""
+    return {name: _pool(name, parts) for name in sorted({name for part in parts for name in part})}
+
+
+def _pool(name: str, parts: Sequence[dict[str, tuple[str, float, float]]]) -> float:
     found = [part[name] for part in parts if name in part and part[name][2] > 0]
     if not found:
         return float("nan")

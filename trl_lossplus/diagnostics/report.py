@@ -12,37 +12,11 @@ from typing import Any
 
 from ..functional.errors import LossPlusError
 from .doctor import LABELS, UNREADABLE, diagnose
+from .page import page, setting_table
 from .report_plots import draw_all
 from .rules import DOCS, SEVERITIES, Finding
 from .runlog import RunLog, RunLogError, read_run
 
-CSS = """
-:root { color-scheme: light; --line: #d9d9d9; --soft: #5b5b5b; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 76rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; }
-h1 { font-size: 1.5rem; margin: .2rem 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
-h3 { font-size: 1rem; margin: 0; } p { margin: .3rem 0; } .soft { color: var(--soft); font-size: .9rem; }
-.finding { border-left: .35rem solid #8a8a8a; background: #f6f6f6; padding: .6rem .9rem; margin: .6rem 0; border-radius: .2rem; }
-.finding.error { border-color: #b3261e; background: #fdf1f0; } .finding.warning { border-color: #b26a00; background: #fdf6ea; }
-.badge { font-size: .75rem; font-weight: 600; text-transform: uppercase; letter-spacing: .04em; margin-right: .4rem; }
-.error .badge { color: #8c1d18; } .warning .badge { color: #7a4900; }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); align-items: start; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: .3rem; padding: .7rem; min-width: 0; }
-figcaption { font-size: .85rem; color: var(--soft); } svg { display: block; width: 100%; height: auto; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .88rem; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-bottom: 1px solid var(--line); }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; } code { background: #efefef; padding: .05rem .3rem; border-radius: .2rem; overflow-wrap: anywhere; }
-.run-a { color: #0072b2; font-weight: 600; } .run-b { color: #b14d00; font-weight: 600; }
-@media (max-width: 40rem) {
-  .completions thead { display: none; } .completions :is(table, tbody, tr, td) { display: block; } .completions td { border: 0; padding: .1rem 0; }
-  .completions tr { border-bottom: 1px solid var(--line); padding: .5rem 0; }
-  .completions td::before { content: attr(data-name) ": "; color: var(--soft); }
-}
-@media print {
-  body { max-width: none; padding: 0; font-size: 10pt; } .charts { grid-template-columns: 1fr 1fr; gap: .5rem; }
-  figure, .finding, tr { break-inside: avoid; } details > * { display: block; } .finding { border: 1px solid #999; }
-}
-"""
 LONGEST = 600  # characters of a prompt or completion that are shown
 NOT_SETTINGS = ("versions", "output_dir", "logging_dir", "run_name")
 
@@ -60,17 +34,14 @@ def report(run: RunLog, other: RunLog | None = None) -> str:
     runs = [run] if other is None else [run, other]
     names = " and ".join(item.name for item in runs)
     parts = [
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(names)}: loss report</title><style>{CSS}</style></head><body>",
         *_head(runs),
         *(part for i, item in enumerate(runs) for part in _findings(item, i, len(runs) > 1)),
         *_charts(runs),
         *(_differences(run, other) if other is not None else []),
         *(part for i, item in enumerate(runs) for part in _completions(item, i, len(runs) > 1)),
         *(_settings(run) if other is None else []),
-        "</body></html>",
     ]
-    return "\n".join(parts)
+    return page(f"{names}: loss report", parts)
 
 
 def _mark(index: int, several: bool) -> str:
@@ -145,11 +116,7 @@ def _differences(run: RunLog, other: RunLog) -> Iterator[str]:
         names = [n for n in dict.fromkeys([*run.settings, *other.settings]) if n not in NOT_SETTINGS]
         rows = [(n, run.settings.get(n), other.settings.get(n)) for n in sorted(names)]
         rows = [row for row in rows if row[1] != row[2]]
-        yield '<div class="wide"><table><thead><tr><th>setting</th><th class="run-a">A</th><th class="run-b">B</th></tr></thead><tbody>'
-        yield from (
-            f'<tr><td>{escape(n)}</td><td class="text">{_shown(a)}</td><td class="text">{_shown(b)}</td></tr>' for n, a, b in rows
-        )
-        yield "</tbody></table></div>"
+        yield setting_table([(n, _shown(a), _shown(b)) for n, a, b in rows])
         if not rows:
             yield "<p>None.</p>"
     yield "</section>"

@@ -15,14 +15,11 @@ import yaml
 
 from ..functional.errors import LossPlusError, unknown_name
 from ..spec import LossSpec
-from .diff import Difference, diff
+from .describe import as_html, as_text, text_table
+from .diff import diff
 from .replay import Replay, replay
 from .store import Snapshot
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+from .validate import plain_numbers
 
 
 def _value(text: str) -> Any:
@@ -58,30 +55,9 @@ def spec_changes(words: Sequence[str]) -> list[tuple[str, list[Any]]]:
     return changes
 
 
-def describe(found: Difference) -> str:
-    """A difference as text: headline, settings, tensors in the order of the data flow, the update, the tokens."""
-    lines = [found.headline]
-    if found.settings:
-        lines += ["", "settings", *(f"  {name}: {old!r} -> {new!r}" for name, (old, new) in found.settings.items())]
-    for title, changes in (("inputs", found.inputs), ("outputs", found.outputs)):
-        if changes:
-            rows = [["tensor", "differs in", "largest", "positions", "first at (micro-batch, row, token)"]]
-            rows += [[c.name, c.how, f"{c.largest:.4g}", str(c.positions), str(c.where)] for c in changes]
-            lines += ["", title, *(f"  {line}" for line in _table(rows).splitlines())]
-    if found.update:
-        rows = [["update", "A", "B"], *([name, f"{a:.6g}", f"{b:.6g}"] for name, (a, b) in found.update.items())]
-        rows.append(["gradient cosine", f"{found.cosine:.6f}", ""])
-        lines += ["", *_table(rows).splitlines()]
-    if found.tokens:
-        rows = [["row", "token", "change of the policy loss", "completion"]]
-        rows += [[str(t["row"]), str(t["token"]), f"{t['change']:.4g}", t.get("completion", "")[:60]] for t in found.tokens]
-        lines += ["", *_table(rows).splitlines()]
-    return "\n".join(lines)
-
-
 def snapshot_main(argv: Sequence[str]) -> int:
     """
-    `snapshot show A` or `snapshot diff A B [--rank N] [--json]`.
+    `snapshot show A` or `snapshot diff A B [--rank N] [--json] [--html FILE]`.
 
     Returns:
         0 (equal), or 1 where a diff found something. Raises LossPlusError for what cannot be read.
@@ -89,20 +65,25 @@ def snapshot_main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="trl-lossplus snapshot", description="Looks at snapshots, or compares two.")
     parser.add_argument("action", choices=("show", "diff"))
     parser.add_argument("folders", nargs="+", help="one folder to show, two to compare")
-    parser.add_argument("--rank", type=int, default=0, help="whose part to read (default 0)")
+    parser.add_argument("--rank", type=int, help="whose part to read (default: all processes' together)")
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--html", metavar="FILE", help="diff: also write one HTML page, with the tokens coloured, to this file")
     arguments = parser.parse_args(list(argv))
     wanted = 1 if arguments.action == "show" else 2
     if len(arguments.folders) != wanted:
         raise LossPlusError(f"snapshot {arguments.action} takes {wanted} folder(s), and got {len(arguments.folders)}.")
+    if arguments.html and arguments.action == "show":
+        raise LossPlusError(f"--html={arguments.html}: only snapshot diff writes a page.")
     loaded = [Snapshot.load(folder, arguments.rank) for folder in arguments.folders]
     if arguments.action == "show":
         (one,) = loaded
         shown = {"facts": one.facts, "rows": one.rows, "micro_batches": len(one.micro), "loss": one.loss, "terms": one.terms}
-        print(json.dumps(shown | {"spec": asdict(one.spec)}, indent=1))
+        print(json.dumps(plain_numbers(shown | {"stats": one.stats, "spec": asdict(one.spec)}), indent=1))
         return 0
     found = diff(loaded[0], loaded[1])
-    print(json.dumps(asdict(found), indent=1) if arguments.json else describe(found))
+    if arguments.html:
+        Path(arguments.html).write_text(as_html(found, (arguments.folders[0], arguments.folders[1])), encoding="utf-8")
+    print(json.dumps(plain_numbers(asdict(found)), indent=1) if arguments.json else as_text(found))
     return 0 if found.same else 1
 
 
@@ -144,7 +125,7 @@ def replay_main(argv: Sequence[str]) -> int:
         description="A snapshot's tensors under another loss. Further flags are fields of the loss; commas sweep.",
     )
     parser.add_argument("snapshot")
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank", type=int, help="whose part to read (default: all processes' together)")
     parser.add_argument("--config", help="YAML of fields of the loss")
     parser.add_argument("--plot", help="write a plot of loss, clip fraction and cosine over the variants to this file")
     arguments, words = parser.parse_known_args(list(argv))
@@ -162,7 +143,7 @@ def replay_main(argv: Sequence[str]) -> int:
         if chosen or arguments.config:
             variants.append((label, replay(snapshot, replace(base, **chosen))))
     rows += [_row(label, result, original) for label, result in variants]
-    print(_table(rows))
+    print(text_table(rows))
     if len(variants) == 1:
         print("\n".join(_moved_tokens(snapshot, variants[0][1], original)))
     if arguments.plot:

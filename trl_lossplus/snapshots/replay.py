@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..batch import LossBatch
+from ..diagnostics.probes import pooled
+from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
 from ..functional.masking import masked_quantiles
 from ..loss import LossOutput, compute_loss
 from ..spec import LossSpec
-from .store import Snapshot
+from .store import Pooled, Snapshot, summed
+
+# Of a step that trained the critic alone there is this term and no other.
+CRITIC_ALONE = ("value",)
 
 
 @dataclass
@@ -20,9 +27,8 @@ class Replay:
     A snapshot's optimizer step under one loss.
 
     Attributes:
-        spec: the loss. loss, terms: over the step. outputs: by micro-batch.
-        gradients: d loss / d log-probs by micro-batch, (B, T) each.
-        stats: pooled by name (means over tokens).
+        spec: the loss. loss, terms: over the step. outputs: by micro-batch, without graph.
+        gradients: d loss / d log-probs by micro-batch, (B, T) each, of one process after another.
     """
 
     spec: LossSpec
@@ -30,12 +36,17 @@ class Replay:
     terms: dict[str, float]
     outputs: list[LossOutput]
     gradients: list[Tensor]
-    stats: dict[str, float]
+    processes: int = 1
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics' values over all micro-batches, by metric name."""
+        return pooled([statistics_of(output) for output in self.outputs])
 
     @property
     def gradient(self) -> Tensor:
-        """All micro-batches' gradients in one row."""
-        return torch.cat([gradient.reshape(-1) for gradient in self.gradients])
+        """All micro-batches' gradients in one row, as the backend averages them over processes."""
+        return flat(self.gradients) / self.processes
 
     @property
     def gradient_norm(self) -> float:
@@ -44,22 +55,81 @@ class Replay:
 
     def cosine(self, other: Replay) -> float:
         """Cosine between the two gradients; NaN where one of them is 0."""
-        mine, theirs = self.gradient, other.gradient
-        size = mine.norm() * theirs.norm()
-        return float(mine @ theirs / size) if size > 0 else float("nan")
+        return cosine(self.gradient, other.gradient)
 
     def ratio_quantiles(self) -> list[float]:
         """0, 5, 25, 50, 75, 95 and 100% of the ratio over the valid tokens."""
-        ratios = torch.cat([out.per_token["ratio"][out.inputs.mask] for out in self.outputs if out.inputs is not None])
-        return masked_quantiles(ratios, torch.ones_like(ratios, dtype=torch.bool)).tolist()
+        return ratio_quantiles([(out.per_token["ratio"], out.inputs.mask) for out in self.outputs if out.inputs is not None])
+
+    def as_snapshot(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with what this loss made of it, to be compared with the original by `diff`."""
+        micro = [
+            replace(
+                part, per_token=output.per_token, gradient=gradient, terms=numbers_of(output), statistics=statistics_of(output)
+            )
+            for part, output, gradient in zip(snapshot.micro, self.outputs, self.gradients, strict=True)
+        ]
+        return replace(snapshot, spec=self.spec, micro=micro)
+
+
+def flat(gradients: Collection[Tensor]) -> Tensor:
+    """Micro-batches' (B, T) tensors in one row."""
+    return torch.cat([gradient.reshape(-1) for gradient in gradients]) if gradients else torch.zeros(0)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Cosine between two rows; NaN where one of them is 0."""
+    size = a.norm() * b.norm()
+    return float(a @ b / size) if size > 0 else float("nan")
+
+
+def ratio_quantiles(pairs: Collection[tuple[Tensor, Tensor]]) -> list[float]:
+    """0, 5, 25, 50, 75, 95 and 100% of the ratios (B, T) over the valid tokens of the masks beside them."""
+    ratios = torch.cat([ratio[mask] for ratio, mask in pairs]) if pairs else torch.zeros(0)
+    return masked_quantiles(ratios, torch.ones_like(ratios, dtype=torch.bool)).tolist()
+
+
+def run_micro_batch(
+    batch: LossBatch, spec: LossSpec, window: Window | None, critic_alone: bool = False
+) -> tuple[LossOutput, Tensor]:
+    """
+    The loss of one micro-batch and its gradient (B, T) with respect to the log-probs.
+
+    Args:
+        critic_alone: the step trains the critic alone: of the terms only the value loss is left.
+
+    Returns:
+        The output without its graph, and the gradient (0 where nothing reads the log-probs). Raises LossPlusError, see `compute_loss`.
+    """
+    with torch.enable_grad():
+        logps = batch.logps.detach().clone().requires_grad_()
+        values = None if batch.values is None else batch.values.detach().clone().requires_grad_()
+        output = compute_loss(replace(batch, logps=logps, values=values), spec, window)
+        terms = {name: term for name, term in output.terms.items() if not critic_alone or name in CRITIC_ALONE}
+        total = torch.stack(list(terms.values())).sum() if terms else output.loss * 0
+        total.backward()
+    found = {name: term.detach() for name, term in terms.items()}
+    output = replace(output, loss=total.detach(), terms=found, sources={})
+    return output, torch.zeros_like(logps) if logps.grad is None else logps.grad
+
+
+def statistics_of(output: LossOutput) -> dict[str, Pooled]:
+    """The statistics of one micro-batch as plain numbers."""
+    return {name: (x.kind, float(x.total), float(x.weight)) for name, x in output.statistics.items()}
+
+
+def numbers_of(output: LossOutput) -> dict[str, float]:
+    """The terms of one micro-batch as plain numbers."""
+    return {name: float(term.detach()) for name, term in output.terms.items()}
 
 
 def replay(snapshot: Snapshot, spec: LossSpec | None = None) -> Replay:
     """
-    Computes a snapshot's loss again. No model is loaded.
+    Computes a snapshot's loss again. No model is loaded; the auxiliary loss of a mixture of experts stays as it was.
 
     Args:
-        spec: another loss; None: the snapshot's own, which gives its loss and per-token values bit for bit.
+        spec: another loss; None: the snapshot's own, which gives its loss, per-token values and gradient bit for bit (on the kind
+            of device and with the number of threads that it was taken with).
 
     Raises:
         LossPlusError: the spec reads a tensor that the snapshot does not hold, or changes what was fixed at the rollout
@@ -69,17 +139,13 @@ def replay(snapshot: Snapshot, spec: LossSpec | None = None) -> Replay:
     _refuse_rollout_changes(snapshot.spec, spec)
     outputs, gradients = [], []
     for part in snapshot.micro:
-        logps = part.batch.logps.clone().requires_grad_()
-        values = None if part.batch.values is None else part.batch.values.clone().requires_grad_()
-        output = compute_loss(replace(part.batch, logps=logps, values=values), spec, part.window)
-        output.loss.backward()
+        output, gradient = run_micro_batch(part.batch, spec, part.window, "policy" not in part.terms)
+        if "aux" in part.terms:
+            output = output.with_term("aux", output.loss.new_tensor(part.terms["aux"]))
         outputs.append(output)
-        gradients.append(torch.zeros_like(logps) if logps.grad is None else logps.grad)
-    terms: dict[str, float] = {}
-    for output in outputs:
-        for name, value in output.terms.items():
-            terms[name] = terms.get(name, 0.0) + float(value.detach())
-    return Replay(spec, sum(terms.values()), terms, outputs, gradients, _pooled(outputs))
+        gradients.append(gradient)
+    terms = summed([numbers_of(output) for output in outputs], snapshot.processes)
+    return Replay(spec, sum(terms.values()), terms, outputs, gradients, snapshot.processes)
 
 
 ROLLOUT_FIELDS = (
@@ -94,16 +160,3 @@ def _refuse_rollout_changes(old: LossSpec, new: LossSpec) -> None:
             raise LossPlusError(
                 f"{name}={getattr(new, name)!r}: it acted at the rollout (there {getattr(old, name)!r}); a replay changes the loss alone."
             )
-
-
-def _pooled(outputs: list[LossOutput]) -> dict[str, float]:
-    pooled = {}
-    for name in sorted({name for output in outputs for name in output.statistics}):
-        found = [output.statistics[name] for output in outputs if name in output.statistics]
-        totals = torch.stack([statistic.total.float() for statistic in found])
-        weights = torch.stack([statistic.weight.float() for statistic in found])
-        if found[0].kind == "mean":
-            pooled[name] = float(totals.sum() / weights.sum()) if weights.sum() > 0 else float("nan")
-        else:
-            pooled[name] = float(totals.amin() if found[0].kind == "min" else totals.amax())
-    return pooled

@@ -1,158 +1,260 @@
 """
-A snapshot: the tensors that one optimizer step's loss read and returned on one process, with the spec and the texts.
+A snapshot: the tensors that one optimizer step's loss read and returned, with the spec and the texts.
 
-On disk it is a folder with, for each process, `rank-R.safetensors` (tensors named `micro-batch/name`) and `rank-R.json` (everything
-else). Both are read without this package by any safetensors and JSON reader; nothing in them is executed. The JSON file is written
-last, so a folder without it holds no snapshot.
+On disk it is a folder with, for each process, `rank-R.safetensors` (tensors named `micro-batch/kind/name`) and `rank-R.json`
+(everything else). Both are read without this package by any safetensors and JSON reader; nothing in them is executed. The JSON file
+is written last and holds a checksum of both, so a folder without it, or with a part of another snapshot, holds none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from .. import __version__
 from ..batch import LossBatch
+from ..diagnostics.probes import pooled
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
-from ..loss import LossOutput
 from ..spec import LossSpec
+from .validate import checked_parts, checked_window, number, plain_numbers, read_described
+
+if TYPE_CHECKING:
+    from .diff import Difference
+    from .replay import Replay
 
 FORMAT = 1
 BATCH_FIELDS = tuple(item.name for item in fields(LossBatch))
+WINDOW_NUMBERS = ("num_tokens", "num_rows", "num_prompts", "world_size")
+Pooled = tuple[str, float, float]  # a statistic: kind, total, weight
 
 
 @dataclass
 class MicroSnapshot:
-    """One micro-batch: the cleaned batch, the window's counts, what the loss gave, and tensors beside them."""
+    """
+    One micro-batch of B rows and T tokens.
+
+    batch: cleaned, as the loss read it. window: the optimizer step's counts. per_token: (B, T) each, what the loss gave.
+    gradient: (B, T), d loss / d log-probs. terms: {name: share of the step's}. statistics: {name: (kind, total, weight)}.
+    beside: what the loss did not read (token ids, row numbers).
+    """
 
     batch: LossBatch
     window: Window | None
     per_token: dict[str, Tensor]
+    gradient: Tensor
+    terms: dict[str, float]
+    statistics: dict[str, Pooled] = field(default_factory=dict)
     beside: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Snapshot:
     """
-    One optimizer step of one process.
+    One optimizer step, of one process or of all of them together.
 
     Attributes:
-        spec: the loss. micro: its micro-batches. terms: sums over the micro-batches by name; loss: their sum.
-        facts: step, rank, processes, versions, seed, rows_left_out, and what else was given.
-        texts: {"prompt": [...], "completion": [...]} by row, over the micro-batches in order.
+        spec: the loss. micro: its micro-batches, of one process after another.
+        facts: step, rank, processes, versions, seed, rows_left_out, and what else was given. texts: {"prompt": [...],
+        "completion": [...]} by row, over the micro-batches in order. tokens: {id: text} of the completions.
+        processes: whose parts are in here (1: one process's, as it is on disk).
     """
 
     spec: LossSpec
     micro: list[MicroSnapshot]
-    loss: float
-    terms: dict[str, float]
     facts: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, list[str]] = field(default_factory=dict)
-
-    def save(self, folder: str | os.PathLike[str], rank: int = 0) -> Path:
-        """
-        Writes the snapshot into `folder`, whole or not at all.
-
-        Returns:
-            The path of the JSON file. Raises OSError where the folder cannot be written.
-        """
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {}
-        windows = []
-        for i, micro in enumerate(self.micro):
-            parts = {f"batch/{name}": getattr(micro.batch, name) for name in BATCH_FIELDS}
-            parts |= {f"out/{name}": tensor for name, tensor in micro.per_token.items()}
-            parts |= {f"beside/{name}": tensor for name, tensor in micro.beside.items()}
-            if micro.window is not None and micro.window.group_tokens is not None:
-                parts["window/group_tokens"] = micro.window.group_tokens
-            tensors |= {f"{i}/{n}": t.detach().cpu().contiguous().clone() for n, t in parts.items() if t is not None}
-            windows.append(None if micro.window is None else _window_numbers(micro.window))
-        described = {
-            "format": FORMAT,
-            "spec": asdict(self.spec),
-            "windows": windows,
-            "loss": self.loss,
-            "terms": self.terms,
-            "facts": {**self.facts, "trl_lossplus": __version__},
-            "texts": self.texts,
-        }
-        with tempfile.TemporaryDirectory(dir=path) as inside:
-            save_file(tensors, Path(inside) / "t", metadata={"format": "pt"})
-            (Path(inside) / "j").write_text(json.dumps(described))
-            os.replace(Path(inside) / "t", path / f"rank-{rank}.safetensors")
-            os.replace(Path(inside) / "j", path / f"rank-{rank}.json")
-        return path / f"rank-{rank}.json"
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str], rank: int = 0) -> Snapshot:
-        """
-        Reads a snapshot.
-
-        Args:
-            folder: the snapshot's folder. rank: whose.
-
-        Raises:
-            LossPlusError: there is none, it is truncated, foreign, or of a newer format; one line that says which.
-        """
-        path = Path(folder)
-        described = _read_json(path / f"rank-{rank}.json")
-        spec = LossSpec.from_dict(described["spec"])
-        try:
-            tensors = load_file(path / f"rank-{rank}.safetensors")
-        except (SafetensorError, OSError) as error:
-            raise LossPlusError(f"{path}: rank-{rank}.safetensors cannot be read ({error}).") from None
-        micro = [_micro(path, i, numbers, tensors) for i, numbers in enumerate(described["windows"])]
-        return cls(spec, micro, described["loss"], described["terms"], described["facts"], described["texts"])
+    tokens: dict[int, str] = field(default_factory=dict)
+    processes: int = 1
 
     @property
     def rows(self) -> int:
         """Rows of all micro-batches."""
         return sum(len(part.batch.mask) for part in self.micro)
 
+    @property
+    def terms(self) -> dict[str, float]:
+        """Each term over the micro-batches, the mean over processes (whose gradients the backend averages)."""
+        return summed([part.terms for part in self.micro], self.processes)
 
-def _window_numbers(window: Window) -> dict[str, float | int | None]:
-    def number(value: Any) -> float | int | None:
-        return value.item() if isinstance(value, Tensor) else value
+    @property
+    def loss(self) -> float:
+        """The sum of the terms."""
+        return sum(self.terms.values())
 
-    names = ("num_tokens", "num_rows", "num_prompts", "world_size")
-    return {name: number(getattr(window, name)) for name in names}
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics' values over all micro-batches, by metric name; NaN where there was nothing to count."""
+        return pooled([part.statistics for part in self.micro])
+
+    def save(self, folder: str | os.PathLike[str], rank: int = 0) -> Path:
+        """
+        Writes the snapshot into `folder`, whole or not at all.
+
+        Returns:
+            The path of the JSON file. Raises OSError where the folder cannot be written, LossPlusError for several processes' parts.
+        """
+        if self.processes > 1:
+            raise LossPlusError(f"this snapshot holds the parts of {self.processes} processes: save each with its rank.")
+        path = Path(folder)
+        stem = path / file_stem(rank)
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._named_tensors() if t is not None}
+        data = to_bytes(tensors, metadata={"format": "pt"})
+        with tempfile.TemporaryDirectory(dir=path) as inside:
+            (Path(inside) / "t").write_bytes(data)
+            (Path(inside) / "j").write_text(json.dumps(self._described(checksum(data)), allow_nan=False), encoding="utf-8")
+            stem.with_suffix(".json").unlink(missing_ok=True)  # never an old description beside new tensors
+            os.replace(Path(inside) / "t", stem.with_suffix(".safetensors"))
+            os.replace(Path(inside) / "j", stem.with_suffix(".json"))
+        return stem.with_suffix(".json")
+
+    def _named_tensors(self) -> list[tuple[str, Tensor | None]]:
+        """Every tensor under its name on disk."""
+        named: list[tuple[str, Tensor | None]] = []
+        for i, micro in enumerate(self.micro):
+            parts = {f"batch/{name}": getattr(micro.batch, name) for name in BATCH_FIELDS}
+            parts |= {f"out/{name}": tensor for name, tensor in micro.per_token.items()}
+            parts |= {f"beside/{name}": tensor for name, tensor in micro.beside.items()}
+            parts |= {"grad/logps": micro.gradient}
+            parts |= {"window/group_tokens": None if micro.window is None else micro.window.group_tokens}
+            named += [(f"{i}/{name}", tensor) for name, tensor in parts.items()]
+        return named
+
+    def _described(self, tensors: str) -> dict[str, Any]:
+        """What goes into the JSON file; `tensors` is the checksum of the other."""
+        parts = [{"window": _counts(part.window), "terms": part.terms, "statistics": part.statistics} for part in self.micro]
+        described = plain_numbers(
+            {
+                "format": FORMAT, "spec": asdict(self.spec), "micro_batches": parts, "loss": self.loss, "terms": self.terms,
+                "facts": {**self.facts, "trl_lossplus": __version__}, "texts": self.texts,
+                "tokens": {str(key): text for key, text in self.tokens.items()}, "sha256": tensors,
+            }
+        )  # fmt: skip
+        return {**described, "checksum": checksum(canonical(described))}
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], rank: int | None = None) -> Snapshot:
+        """
+        Reads a snapshot.
+
+        Args:
+            folder: the snapshot's folder. rank: whose part; None: all processes' together.
+
+        Raises:
+            LossPlusError: there is none, it is truncated, damaged, foreign, or of a newer format; one line that says which.
+        """
+        path = Path(folder)
+        first = load_part(path, 0 if rank is None else rank)
+        processes = first.facts.get("processes", 1)
+        if not isinstance(processes, int):
+            raise LossPlusError(f"{path}: processes is {processes!r}; the snapshot is damaged.")
+        if rank is not None or processes <= 1:
+            return first
+        return together([first, *(load_part(path, other) for other in range(1, processes))])
+
+    def diff(self, other: Snapshot) -> Difference:
+        """What differs between this and another snapshot, see `snapshots.diff.diff`."""
+        from .diff import diff
+
+        return diff(self, other)
+
+    def replay(self, spec: LossSpec | None = None, **changes: Any) -> Replay:
+        """This step under another loss: a spec, or fields of it that change. See `snapshots.replay.replay`."""
+        from .replay import replay
+
+        base = self.spec if spec is None else spec
+        return replay(self, LossSpec.from_dict({**asdict(base), **changes}) if changes else base)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def file_stem(rank: int) -> str:
+    """`rank-R`. Raises LossPlusError for what is no process number."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise LossPlusError(f"rank={rank!r}: it must be a process number, 0 or more.")
+    return f"rank-{rank}"
+
+
+def checksum(data: bytes) -> str:
+    """SHA-256 in hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical(described: dict[str, Any]) -> bytes:
+    """One text for the same contents, without their checksum."""
+    return json.dumps({k: v for k, v in described.items() if k != "checksum"}, sort_keys=True).encode()
+
+
+def summed(parts: Sequence[dict[str, float]], processes: int = 1) -> dict[str, float]:
+    """Terms of micro-batches, added up by name in their order, over the number of processes."""
+    terms: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            terms[name] = terms.get(name, 0.0) + value
+    return {name: value / processes for name, value in terms.items()}
+
+
+def _counts(window: Window | None) -> dict[str, Any] | None:
+    """A window's counts as plain numbers."""
+    if window is None:
+        return None
+    values = {name: getattr(window, name) for name in WINDOW_NUMBERS}
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def together(parts: Sequence[Snapshot]) -> Snapshot:
+    """The parts of all processes as one snapshot: every micro-batch, and the mean of the losses that the backend averages."""
+    first = parts[0]
+    texts = {name: [text for part in parts for text in part.texts.get(name, [])] for name in first.texts}
+    left = sum(part.facts.get("rows_left_out", 0) for part in parts)
+    return replace(
+        first,
+        micro=[micro for part in parts for micro in part.micro],
+        facts={**first.facts, "rank": "all", "rows_left_out": left},
+        texts=texts,
+        tokens={key: text for part in parts for key, text in part.tokens.items()},
+        processes=len(parts),
+    )
+
+
+def load_part(path: Path, rank: int) -> Snapshot:
+    """One process's part. Raises LossPlusError, see `Snapshot.load`."""
+    stem = path / file_stem(rank)
+    described = read_described(stem.with_suffix(".json"), FORMAT)
+    spec = LossSpec.from_dict(described["spec"])
+    file = stem.with_suffix(".safetensors")
     try:
-        described = json.loads(path.read_text())
-    except OSError as error:
-        raise LossPlusError(f"{path}: no snapshot here ({error.strerror}).") from None
-    except ValueError as error:
-        raise LossPlusError(f"{path}: not a snapshot, or a truncated one ({error}).") from None
-    wanted = {"format": int, "spec": dict, "windows": list, "terms": dict, "facts": dict, "texts": dict}
-    if not isinstance(described, dict) or any(not isinstance(described.get(name), kind) for name, kind in wanted.items()):
-        raise LossPlusError(f"{path}: not a snapshot of trl-lossplus (it lacks {', '.join(wanted)}).")
-    if described["format"] > FORMAT:
-        raise LossPlusError(
-            f"{path}: format {described['format']} is newer than this version of trl-lossplus reads ({FORMAT}). Upgrade it."
-        )
-    return described
+        data = file.read_bytes()
+        tensors = from_bytes(data)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise LossPlusError(f"{file}: cannot be read, it is truncated or no safetensors file ({error}).") from None
+    whole = checksum(data) == described["sha256"]
+    if not whole or checksum(canonical(described)) != described["checksum"]:
+        raise LossPlusError(f"{file if not whole else stem.with_suffix('.json')}: damaged, or changed after it was written.")
+    micro = [_micro(path, i, tensors, part) for i, part in enumerate(described["micro_batches"])]
+    unknown = {name.split("/")[0] for name in tensors} - {str(i) for i in range(len(micro))}
+    if unknown:
+        raise LossPlusError(f"{file}: holds tensors of {', '.join(sorted(unknown))}, and there are {len(micro)} micro-batches.")
+    tokens = {int(key): text for key, text in described["tokens"].items()}
+    return Snapshot(spec, micro, described["facts"], described["texts"], tokens)
 
 
-def _micro(path: Path, i: int, numbers: dict[str, Any] | None, tensors: dict[str, Tensor]) -> MicroSnapshot:
+def _micro(path: Path, i: int, tensors: dict[str, Tensor], described: dict[str, Any]) -> MicroSnapshot:
     def under(kind: str) -> dict[str, Tensor]:
         prefix = f"{i}/{kind}/"
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    batch = under("batch")
+    batch, gradient = under("batch"), under("grad").get("logps")
     for name in ("logps", "advantages", "mask"):
         if name not in batch:
             raise LossPlusError(f"{path}: micro-batch {i} has no {name}; the snapshot is damaged.")
@@ -161,59 +263,10 @@ def _micro(path: Path, i: int, numbers: dict[str, Any] | None, tensors: dict[str
         raise LossPlusError(f"{path}: micro-batch {i} holds {', '.join(sorted(unknown))}, which no LossBatch has.")
     given = LossBatch(**{name: batch.get(name) for name in BATCH_FIELDS})  # type: ignore[arg-type]
     given.validate()
-    window = None if numbers is None else Window(**numbers, group_tokens=under("window").get("group_tokens"))
-    return MicroSnapshot(given, window, under("out"), under("beside"))
-
-
-def take(
-    spec: LossSpec,
-    outputs: Sequence[tuple[LossOutput, dict[str, Any]]],
-    *,
-    facts: dict[str, Any],
-    texts: dict[str, list[str]],
-    max_rows: int,
-) -> Snapshot:
-    """
-    A snapshot of an optimizer step from its micro-batches.
-
-    Args:
-        outputs: what the loss gave and the micro-batch's dictionary (`window`, ids, flags), in order.
-        texts: prompts and completions by row. max_rows: rows kept; those left out are counted in `facts["rows_left_out"]`.
-    """
-    micro, left, total = [], max_rows, 0
-    for output, inputs in outputs:
-        assert output.inputs is not None
-        rows = len(output.inputs.mask)
-        total += rows
-        keep = slice(0, min(rows, left))
-        left -= keep.stop
-        if keep.stop == 0:
-            continue
-        values: dict[str, Any] = {name: getattr(output.inputs, name) for name in BATCH_FIELDS}
-        batch = replace(output.inputs, **{name: tensor[keep] for name, tensor in values.items() if tensor is not None})
-        beside = {
-            n: inputs[n][keep] for n in ("completion_ids", "prompt_ids", "row", "score") if isinstance(inputs.get(n), Tensor)
-        }
-        window = inputs.get("window")
-        if window is not None and window.group_tokens is not None:
-            window = replace(window, group_tokens=window.group_tokens[keep])
-        micro.append(MicroSnapshot(batch, window, {name: t[keep] for name, t in output.per_token.items()}, beside))
-    kept = sum(len(part.batch.mask) for part in micro)
-    facts = {**facts, "rows_left_out": total - kept}
-    terms: dict[str, float] = {}
-    for output, _ in outputs:
-        for name, value in output.terms.items():
-            terms[name] = terms.get(name, 0.0) + float(value.detach())
-    return Snapshot(spec, micro, sum(terms.values()), terms, facts, {name: rows[:kept] for name, rows in texts.items()})
-
-
-def snapshot_folder(root: str | os.PathLike[str], step: int, reason: str) -> Path:
-    """
-    `root/step-SSSSSSSS-reason`, which must lie inside `root`.
-
-    Raises:
-        LossPlusError: `reason` would leave the folder.
-    """
-    if not re.fullmatch(r"[\w-]+", reason):
-        raise LossPlusError(f"snapshot reason {reason!r}: only letters, digits, _ and - may stand in a folder's name.")
-    return Path(root) / f"step-{step:08d}-{reason}"
+    group_tokens = under("window").get("group_tokens")
+    checked_parts(f"{path}: micro-batch {i}", given, gradient, under("out"), under("beside"), group_tokens)
+    numbers = described["window"]
+    window = None if numbers is None else Window(**checked_window(path, numbers), group_tokens=group_tokens)
+    terms = {name: number(value) for name, value in described["terms"].items()}
+    counted = {name: (kind, number(total), number(weight)) for name, (kind, total, weight) in described["statistics"].items()}
+    return MicroSnapshot(given, window, under("out"), cast(Tensor, gradient), terms, counted, under("beside"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import trl
 
-from ..snapshots.store import snapshot_folder, take
+from ..snapshots.take import snapshot_folder, take
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -35,7 +35,9 @@ def write_snapshot(trainer: GRPOPlusTrainer, reason: str) -> None:
     texts = {"prompt": [prompt for prompt, _ in rows], "completion": [completion for _, completion in rows]}
     rank = trainer.accelerator.process_index
     facts = {"step": step, "rank": rank, "processes": trainer.accelerator.num_processes, "seed": args.seed}
-    facts |= {"trl": trl.__version__, "torch": torch.__version__}
-    snapshot = take(trainer.used_spec, micro_batches, facts=facts, texts=texts, max_rows=args.snapshot_rows)
+    facts |= {"trl": trl.__version__, "torch": torch.__version__, "dtype": str(trainer.model.dtype).removeprefix("torch.")}
+    ids = {token for _, micro in micro_batches for token in micro["completion_ids"].unique().tolist()}
+    tokens = {token: trainer.token_text(token) for token in sorted(ids)}
+    snapshot = take(trainer.used_spec, micro_batches, facts=facts, texts=texts, max_rows=args.snapshot_rows, tokens=tokens)
     root = args.snapshot_dir or str(Path(str(args.output_dir)) / "snapshots")
     snapshot.save(snapshot_folder(root, step, reason), rank)

@@ -313,6 +313,10 @@ class TRLSeam(GRPOTrainer):
         """Text of token ids (n,), special tokens left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def token_text(self, token: int) -> str:
+        """Text of one token id, special tokens too."""
+        return self._tokenizer.decode([token])
+
     def ended(self, rollout: MicroBatch) -> Tensor:
         """Whether each completion ends with an end token: (B,) bool. One that TRL masked as truncated does not."""
         lengths = rollout["completion_mask"].sum(1)
