@@ -20,6 +20,7 @@ TRL_CHOICES = {
     "vllm_importance_sampling_mode": CORRECTION_MODES,
 }
 OUR_CHOICES = {
+    "microbatch_layout": ("padded", "packed", "shared_prefix", "auto"),
     "probes": ("off", "summary", "full"),
     "nonfinite_policy": ("raise", "skip"),
     "snapshot_on": (None, "nonfinite"),
@@ -145,6 +146,18 @@ class GRPOPlusConfig(GRPOConfig):
         "zero_std_groups=resample, where flat groups are left after these draws: keep (they stay, with a warning; after three "
         "rollouts in a row in which no group at all had spread training ends) or raise (an error).",
         "keep",
+    )
+
+    microbatch_layout: str = option(
+        "How a micro-batch is laid out for the model: padded (to its longest row), packed (rows one after the other, no padding), "
+        "shared_prefix (packed, and a group's prompt computed once) or auto (shared_prefix where the model allows, else padded, and says "
+        "which). None changes a gradient.",
+        "padded",
+    )
+    skip_still_rows: bool = option(
+        "Do not compute rows whose advantage is 0 on every token, where nothing else of the loss acts on them. The gradient stays; "
+        "metrics of the loss are over the rows that were computed.",
+        False,
     )
 
     probes: str = option(

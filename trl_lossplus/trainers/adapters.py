@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -44,6 +45,11 @@ def in_state(layers: Sequence[BaseTunerLayer], states: Sequence[State]) -> Itera
         yield
     finally:
         write(before)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PeftModel, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
-from .adapters import active_adapter, keep_adapter_in_recomputation
+from .adapters import active_adapter, base_of, keep_adapter_in_recomputation
 from .sharded import write
 
 ADAPTER = "critic"
@@ -43,11 +43,6 @@ def new_head(hidden_size: int, like: Tensor) -> nn.Linear:
 def hidden_size(model: nn.Module) -> int:
     """Width of the last hidden states."""
     return model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-
-
-def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PeftModel, or the model itself."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 class Critic:

@@ -24,7 +24,7 @@ from ..kl_control import KLController
 from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
-from . import minibatch, rollout
+from . import layouts, minibatch, rollout
 from .callbacks import DescribeRun
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
 from .exchange import Exchange
@@ -115,7 +115,8 @@ class GRPOPlusTrainer(TRLSeam):
         self._values: dict[str, float] = {}  # of the optimizer step, over all processes
         self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, Path(str(args.output_dir)))
         self.add_callback(DescribeRun(self))
-        self._trims_left = has_rotary_positions(self.model)
+        self.trims_left = has_rotary_positions(self.model)
+        layouts.prepare(self)
         self._warned_of_no_signal = False
         self.used_spec = self.spec
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
@@ -265,8 +266,7 @@ class GRPOPlusTrainer(TRLSeam):
         used = minibatch.normalize(micro_batches, table, normalization=normalization, scope=self.spec.advantage_norm_scope)
         if self.log_completions:
             self.show_advantages(used.tolist())
-        minibatch.trim(micro_batches, left=self._trims_left, multiple=self.padded_multiple)
-        return micro_batches
+        return layouts.lay_out(self, micro_batches, per_window)
 
     # The loss of one micro-batch.
 

@@ -19,7 +19,9 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, DrawnRow, as_generated, as_rows
+from .layouts import PackedForward
 from .minibatch import MicroBatch
+from .packing import Packing, pack
 from .seam_check import SUPPORTED, TRLVersionError, compare
 
 # Method: the arguments that we pass or take, and fingerprints of its source in the versions that were tested.
@@ -76,6 +78,7 @@ class TRLSeam(GRPOTrainer):
     num_generations_eval: int
     _logs: dict[str, Any]
     _buffered_inputs: Any
+    packed: PackedForward | None = None  # how rows are packed, None where they are padded
 
     def __init__(self, *args: Any, needs_reference: bool, scale_rewards: str, **kwargs: Any):
         # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone. Fields that are
@@ -224,7 +227,50 @@ class TRLSeam(GRPOTrainer):
         self._pending_extra_logs.clear()
         return as_rows(examples, generated, logged), rewards
 
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.packed is None:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
+            )
+        split = input_ids.shape[1] - logits_to_keep
+        parts = [
+            self.score(
+                model,
+                pack(ids[:, :split], mask[:, :split], ids[:, split:], mask[:, split:], share_prefix=self.packed.share_prefix),
+            )
+            for ids, mask in zip(
+                input_ids.split(batch_size or len(input_ids)), attention_mask.split(batch_size or len(input_ids)), strict=True
+            )
+        ]
+        entropies = torch.cat([entropy for _, entropy in parts if entropy is not None]) if compute_entropy else None
+        return torch.cat([logps for logps, _ in parts]), entropies, None
+
     # What hooks need of TRL's state, under public names.
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether the policy is a vision-language model."""
+        return bool(self._is_vlm)
+
+    @property
+    def reference_model(self) -> torch.nn.Module | None:
+        """The reference where it is a model of its own, without its wrappers."""
+        return None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the policy's forward computes in: autocast's type, or the model's."""
+        by_name = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return by_name.get(str(self.accelerator.mixed_precision), self.model.dtype)
 
     @property
     def mode(self) -> str:
@@ -275,6 +321,8 @@ class TRLSeam(GRPOTrainer):
 
         `batch_size` rows at a time, all at once if None.
         """
+        if inputs.get("packing") is not None:
+            return *self.score(model, inputs["packing"]), None
         extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
         return self._get_per_token_logps_and_entropies(
             model,
@@ -286,6 +334,29 @@ class TRLSeam(GRPOTrainer):
             compute_aux_loss=compute_aux_loss,
             **extra,
         )
+
+    def score(self, model: torch.nn.Module, packing: Packing) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies (B, T) of packed rows; a reference model of its own gives no entropies."""
+        assert self.packed is not None
+        with self.packed.reading(packing.states), self.accelerator.autocast():
+            outputs = model(
+                input_ids=packing.input_ids,
+                position_ids=packing.position_ids,
+                segments=packing.segments,
+                shift_labels=packing.labels.unsqueeze(0),
+                fused_lm_head=True,
+            )
+        entropy = outputs.entropy
+        return packing.scatter(outputs.log_probs[0]), None if entropy is None else packing.scatter(entropy[0])
+
+    def padded_logps(self, model: torch.nn.Module, inputs: MicroBatch) -> Tensor:
+        """Log-probs (B, T) in the padded layout, without gradient, whatever the layout of the run."""
+        packed, self.packed = self.packed, None
+        try:
+            with self.for_rollout_pass():
+                return self.policy_forward(model, {**inputs, "packing": None})[0]
+        finally:
+            self.packed = packed
 
     def rollout_logps(self, rollout: MicroBatch) -> Tensor:
         """
