@@ -49,7 +49,7 @@ class PackedForward:
     def attach(self, model: nn.Module) -> None:
         """Prepares a transformers model (not wrapped): attention by segments, and only the hidden states that are read."""
         install(model)
-        model.base_model.register_forward_hook(self._pick)  # type: ignore[union-attr, operator]
+        model.base_model.register_forward_hook(self._pick)  # type: ignore[union-attr]
 
     def _pick(self, trunk: nn.Module, args: Any, output: Any) -> None:
         if self._states is not None:
