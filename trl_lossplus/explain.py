@@ -291,5 +291,7 @@ class _Explanation(Facts):
         changes = max((start + uses - 1) // steps - start // steps for start in range(0, uses * steps, uses))
         off = f"Off-policy: changes of the weights between the first and the last use of a rollout: at most {changes}"
         yield "On-policy: each step uses completions of the very weights that it changes" if config.is_on_policy else off
+        still = "; rows whose advantage is 0 are not computed" if config.skip_still_rows else ""
+        yield f"Layout: {config.microbatch_layout}{still}"
         exact = "exact: each optimizer step is normalized by its own tokens and rows"
         yield f"Windows: {exact if config.windows_are_exact else 'not exact: the mean of the rollout is taken instead, as TRL'}"

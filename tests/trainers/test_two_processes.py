@@ -25,6 +25,10 @@ RUNS = {
         "advantage_normalization": "rollout", "num_iterations": 2, "optim": "sgd",
         "learning_rate": 0.3,
     },
+    "packed, KL, rows balanced over two micro-batches": {
+        "microbatch_layout": "shared_prefix", "beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "optim": "sgd",
+        "learning_rate": 0.3,
+    },
 }  # fmt: skip
 
 

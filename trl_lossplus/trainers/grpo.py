@@ -266,7 +266,7 @@ class GRPOPlusTrainer(TRLSeam):
         used = minibatch.normalize(micro_batches, table, normalization=normalization, scope=self.spec.advantage_norm_scope)
         if self.log_completions:
             self.show_advantages(used.tolist())
-        return layouts.lay_out(self, micro_batches, per_window)
+        return layouts.lay_out(self, micro_batches)
 
     # The loss of one micro-batch.
 

@@ -161,22 +161,27 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
         if reason is not None:
             raise LossPlusError(f"skip_still_rows=True would change the gradient: {reason}. Set it to False.")
     asked, policy = args.microbatch_layout, base_of(trainer.model)
-    reason = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")
-    trainer.packed = choose(asked, reason)
+    unfit = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")
+    trainer.packed = choose(asked, trainer.packs_no_rows or unfit)
     if trainer.packed is not None:
         for model in (policy, trainer.reference_model):
             if model is not None:
                 trainer.packed.attach(model)
 
 
-def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch], per_window: int) -> list[MicroBatch]:
+def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     """
     A rollout's micro-batches as they are run: without rows that move no weight, balanced, trimmed, packed.
+
+    Rows change their micro-batch only within an optimizer step, and not where something is taken over each micro-batch alone.
 
     Raises:
         LossPlusError: at the first rollout, a layout whose log-probs are not the padded ones.
     """
-    train, packed, skip = trainer.mode == "train", trainer.packed, trainer.args.skip_still_rows
+    args = trainer.args
+    deals = args.windows_are_exact and args.top_entropy_quantile == 1.0
+    per_window = args.gradient_accumulation_steps if deals else 1
+    train, packed, skip = trainer.mode == "train", trainer.packed, args.skip_still_rows
     if train and (packed is not None or skip):
         rows = sum(len(micro["prompt_ids"]) for micro in micro_batches)
         shares = packed is not None and packed.share_prefix

@@ -37,6 +37,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
     """
 
     args: PPOPlusConfig
+    packs_no_rows = "the critic reads padded rows"
 
     def __init__(
         self,

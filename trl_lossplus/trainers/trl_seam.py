@@ -79,6 +79,7 @@ class TRLSeam(GRPOTrainer):
     _logs: dict[str, Any]
     _buffered_inputs: Any
     packed: PackedForward | None = None  # how rows are packed, None where they are padded
+    packs_no_rows: str | None = None  # why a kind of trainer cannot pack them
 
     def __init__(self, *args: Any, needs_reference: bool, scale_rewards: str, **kwargs: Any):
         # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone. Fields that are
