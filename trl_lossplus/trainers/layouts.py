@@ -65,6 +65,25 @@ class PackedForward:
         finally:
             self._states = None
 
+    def score(self, model: nn.Module, packing: Packing) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and, where the model gives them, entropies (B, T) of packed rows, through the wrapped `model` with TRL's head."""
+        with self.reading(packing.states):
+            outputs = model(
+                input_ids=packing.input_ids,
+                position_ids=packing.position_ids,
+                segments=packing.segments,
+                shift_labels=packing.labels.unsqueeze(0),
+                fused_lm_head=True,
+            )
+        entropy = outputs.entropy
+        return packing.scatter(outputs.log_probs[0]), None if entropy is None else packing.scatter(entropy[0])
+
+    def chunks(self, ids: Tensor, mask: Tensor, completion: int, rows: int) -> Iterator[Packing]:
+        """Rows (B, P + T) whose last `completion` columns are the completion, packed `rows` at a time."""
+        split = ids.shape[1] - completion
+        for part, seen in zip(ids.split(rows), mask.split(rows), strict=True):
+            yield pack(part[:, :split], seen[:, :split], part[:, split:], seen[:, split:], share_prefix=self.share_prefix)
+
     def pack(self, inputs: dict[str, Any]) -> Packing:
         """A micro-batch's rows, packed."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -202,8 +221,10 @@ def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch]) -> list[M
 def _prove(trainer: GRPOPlusTrainer, packed: PackedForward, micro: MicroBatch) -> None:
     packed.proven = True
     with trainer.for_rollout_pass():
-        ours, _ = trainer.score(trainer.model, micro["packing"])
-    theirs = trainer.padded_logps(trainer.model, micro)
+        ours = trainer.policy_forward(trainer.model, micro)[0]
+        trainer.packed = None
+        theirs = trainer.policy_forward(trainer.model, {**micro, "packing": None})[0]
+        trainer.packed = packed
     gather, dtype = trainer.accelerator.gather, trainer.compute_dtype
     wrong = difference(ours, theirs, micro["completion_mask"].bool(), dtype, lambda x: gather(x.reshape(1)).amax())
     if wrong is not None:

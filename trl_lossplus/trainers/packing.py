@@ -67,7 +67,6 @@ def pack(
     at = 0
     for members in _neighbours(prompts, share_prefix):
         prompt = prompts[members[0]]
-        last = at + len(prompt) - 1
         start, prefix_stop = at, at + len(prompt)
         pieces.append(prompt)
         positions.append(torch.arange(len(prompt)))
@@ -79,13 +78,13 @@ def pack(
             pieces.append(completions[row])
             positions.append(torch.arange(len(prompt), len(prompt) + length))
             states.append(torch.arange(at - 1, at + length - 1))
-            states[-1][:1] = last
+            states[-1][:1] = prefix_stop - 1
             if len(members) == 1:
                 segments.append(Segment(start, at + length, start, start))
             elif length:
                 segments.append(Segment(at, at + length, start, prefix_stop))
             at += length
-            ends.append(at - 1 if length else last)
+            ends.append(at - 1 if length else prefix_stop - 1)
     return Packing(
         input_ids=torch.cat(pieces).unsqueeze(0).to(device),
         position_ids=torch.cat(positions).unsqueeze(0).to(device),

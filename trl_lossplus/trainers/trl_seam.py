@@ -21,7 +21,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, DrawnRow, as_generated, as_rows
 from .layouts import PackedForward
 from .minibatch import MicroBatch
-from .packing import Packing, pack
+from .packing import Packing
 from .seam_check import SUPPORTED, TRLVersionError, compare
 
 # Method: the arguments that we pass or take, and fingerprints of its source in the versions that were tested.
@@ -242,18 +242,9 @@ class TRLSeam(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
             )
-        split = input_ids.shape[1] - logits_to_keep
-        parts = [
-            self.score(
-                model,
-                pack(ids[:, :split], mask[:, :split], ids[:, split:], mask[:, split:], share_prefix=self.packed.share_prefix),
-            )
-            for ids, mask in zip(
-                input_ids.split(batch_size or len(input_ids)), attention_mask.split(batch_size or len(input_ids)), strict=True
-            )
-        ]
-        entropies = torch.cat([entropy for _, entropy in parts if entropy is not None]) if compute_entropy else None
-        return torch.cat([logps for logps, _ in parts]), entropies, None
+        parts = self.packed.chunks(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
+        logps, entropies = zip(*(self.score(model, packing) for packing in parts), strict=True)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     # What hooks need of TRL's state, under public names.
 
@@ -338,26 +329,8 @@ class TRLSeam(GRPOTrainer):
 
     def score(self, model: torch.nn.Module, packing: Packing) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies (B, T) of packed rows; a reference model of its own gives no entropies."""
-        assert self.packed is not None
-        with self.packed.reading(packing.states), self.accelerator.autocast():
-            outputs = model(
-                input_ids=packing.input_ids,
-                position_ids=packing.position_ids,
-                segments=packing.segments,
-                shift_labels=packing.labels.unsqueeze(0),
-                fused_lm_head=True,
-            )
-        entropy = outputs.entropy
-        return packing.scatter(outputs.log_probs[0]), None if entropy is None else packing.scatter(entropy[0])
-
-    def padded_logps(self, model: torch.nn.Module, inputs: MicroBatch) -> Tensor:
-        """Log-probs (B, T) in the padded layout, without gradient, whatever the layout of the run."""
-        packed, self.packed = self.packed, None
-        try:
-            with self.for_rollout_pass():
-                return self.policy_forward(model, {**inputs, "packing": None})[0]
-        finally:
-            self.packed = packed
+        with self.accelerator.autocast():
+            return cast(PackedForward, self.packed).score(model, packing)
 
     def rollout_logps(self, rollout: MicroBatch) -> Tensor:
         """
