@@ -59,6 +59,7 @@ Schedule
   Optimizer step: micro-batches a process 2, completions 32
   Optimizer steps that one rollout serves: 4
   Off-policy: changes of the weights between the first and the last use of a rollout: at most 3
+  Layout: padded
   Windows: exact: each optimizer step is normalized by its own tokens and rows
 
 Warnings

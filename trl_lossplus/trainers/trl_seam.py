@@ -247,7 +247,6 @@ class TRLSeam(GRPOTrainer):
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     # What hooks need of TRL's state, under public names.
-
     @property
     def is_vision(self) -> bool:
         """Whether the policy is a vision-language model."""
