@@ -74,6 +74,8 @@ VALUES = {
     "resample_max_tries": (3, RESAMPLE),
     "resample_exhausted": ("raise", RESAMPLE),
     "probes": ("full", {}),
+    "microbatch_layout": ("packed", {}),
+    "skip_still_rows": (True, {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
     "snapshot_steps": ([3], {}),

@@ -106,7 +106,7 @@ def plus_trainer(fields, mode="train", accelerator=None):
     trainer.state = SimpleNamespace(global_step=0)
     trainer._step = 0
     trainer.num_iterations = args.num_iterations
-    trainer._trims_left = True
+    trainer.trims_left = True
     if accelerator is not None:
         trainer.accelerator = accelerator
     return trainer
