@@ -64,6 +64,19 @@ def kill_in_step(trainer, step):
     trainer.micro_loss = micro_loss
 
 
+def keep_gradients(trainer):
+    """The gradients of the log-probs as the backward passes give them, one a micro-batch, in a list that fills."""
+    inner, seen = trainer.combine, []
+
+    def combine(batch, spec, window):
+        batch.logps.retain_grad()
+        seen.append(batch.logps)
+        return inner(batch, spec, window)
+
+    trainer.combine = combine
+    return seen
+
+
 def poison(trainer, step):
     """NaN advantages on the last process, in every micro-batch of one optimizer step."""
     inner = trainer.micro_loss
@@ -109,7 +122,10 @@ def run(cell):
     trainer = build(cell, folder)
     start = whole_weights(trainer)
     counts = count_collectives(trainer) if cell.get("count") else None
+    log_probs = keep_gradients(trainer) if cell.get("gradients") else None
     trainer.train(resume_from_checkpoint=cell.get("from"))
+    if log_probs is not None:
+        torch.save([x.grad for x in log_probs], folder / f"gradients-{os.environ.get('RANK', '0')}.pt")
     weights = whole_weights(trainer)
     result = facts(trainer)
     if counts is not None:
