@@ -36,6 +36,44 @@ def reads_the_reference(batch, spec):
     return PolicyTerm(-(batch.logps - batch.ref_logps).exp() * batch.advantages)
 
 
+def own_kl(batch, spec):
+    """A loss with a KL of its own inside: -r A + .1 (e^-d + d - 1), d = logp - ref_logp."""
+    d = batch.logps - batch.ref_logps
+    return PolicyTerm(-batch.ratio(spec.log_ratio_clamp) * batch.advantages + 0.1 * (torch.exp(-d) + d - 1))
+
+
+def own_kl_sign(batch, spec):
+    """The same with d the wrong way round."""
+    d = batch.ref_logps - batch.logps
+    return PolicyTerm(-batch.ratio(spec.log_ratio_clamp) * batch.advantages + 0.1 * (torch.exp(-d) + d - 1))
+
+
+def row_mean(batch, spec):
+    """-r A, the mean over each row's own tokens."""
+    losses = torch.where(batch.mask, -batch.ratio(spec.log_ratio_clamp) * batch.advantages, 0.0)
+    return PolicyTerm((losses.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)).expand(batch.mask.shape))
+
+
+def mean_before_mask(batch, spec):
+    """The same, but the mean is taken before the mask, over padding too."""
+    losses = -batch.ratio(spec.log_ratio_clamp) * batch.advantages
+    return PolicyTerm(losses.mean(-1, keepdim=True).expand(batch.mask.shape))
+
+
+def plain_own_kl(row, spec):
+    """Of `own_kl`."""
+    losses = []
+    for new, old, ref, a in zip(row["logps"], row["old_logps"], row["ref_logps"], row["advantages"], strict=True):
+        losses.append(-math.exp(new - old) * a + 0.1 * (math.exp(ref - new) + new - ref - 1))
+    return losses
+
+
+def plain_row_mean(row, spec):
+    """Of `row_mean`."""
+    losses = plain_ratio(row, spec)
+    return [sum(losses) / len(losses)] * len(losses)
+
+
 def plain_clip(row, spec):
     """PPO's clipped loss of one completion."""
     losses = []

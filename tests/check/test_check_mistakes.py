@@ -61,6 +61,28 @@ def test_mask_forgotten_in_a_mean(caught):
     caught("policy loss", "optimizer step 2", "--policy_loss", "mistakes:unmasked", "--plain", "trl_lossplus.check.plain:gspo")
 
 
+def registered(monkeypatch, name):
+    """A loss of this file that reads the reference's log-probs, under its own name."""
+    func = getattr(mistakes, name)
+    entry = Entry(name, func, frozenset({"advantages", "old_logps", "ref_logps"}), "", "")
+    monkeypatch.setitem(POLICY_LOSSES.entries, name, entry)
+    return ["--policy_loss", name, "--beta", 0.1]
+
+
+def test_sign_of_the_kl_in_ones_own_loss(caught, checked, monkeypatch):
+    plain = ["--plain", "mistakes:plain_own_kl"]
+    code, _, text = checked(*SMALL, *registered(monkeypatch, "own_kl"), *plain)
+    assert code == 0, text
+    caught("policy loss", "optimizer step 2", *registered(monkeypatch, "own_kl_sign"), *plain)
+
+
+def test_mean_before_mask_in_ones_own_loss(caught, checked):
+    plain = ["--plain", "mistakes:plain_row_mean"]
+    code, _, text = checked(*SMALL, "--policy_loss", "mistakes:row_mean", *plain)
+    assert code == 0, text
+    caught("policy loss", "optimizer step 2", "--policy_loss", "mistakes:mean_before_mask", *plain)
+
+
 def test_mask_forgotten_in_the_trainer(caught, monkeypatch):
     monkeypatch.setattr(minibatch, "token_mask", lambda micro: micro["completion_mask"].bool())  # tool tokens too
     caught("mask", "rollout 1")

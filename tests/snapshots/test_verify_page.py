@@ -17,12 +17,15 @@ PAGE = (Path(__file__).parents[2] / "docs/verify.md").read_text()
 
 
 def test_every_block_runs(tmp_path, monkeypatch, capsys, assert_loss_unchanged):
-    """In the order of the page, in one folder."""
+    """In the order of the page, in one folder; a block that begins with a file's name becomes that file."""
     monkeypatch.chdir(tmp_path)
-    scope = {}
-    ran = 0
+    monkeypatch.syspath_prepend(tmp_path)
+    scope, ran, printed = {}, 0, ""
     for language, text in re.findall(r"```(python|bash)\n(.*?)```", PAGE, re.S):
-        if language == "python":
+        name = re.match(r"# (\w+\.py)\n", text)
+        if name:
+            Path(name[1]).write_text(text)
+        elif language == "python":
             exec(text, scope)
         else:
             for line in text.strip().splitlines():
@@ -30,9 +33,13 @@ def test_every_block_runs(tmp_path, monkeypatch, capsys, assert_loss_unchanged):
                 assert words[0] == "trl-lossplus"
                 assert main(words[1:]) == (1 if line.endswith("|| true") else 0)
         ran += 1
-    assert ran == 7
+        printed += capsys.readouterr().out
+    assert ran == 9
     scope["test_my_loss"](assert_loss_unchanged)
-    assert "Only the policy term changed" in capsys.readouterr().out
+    assert "Only the policy term changed: epsilon 0.2 -> 0.05." in printed
+    assert Path("diff.html").read_text().startswith("<!DOCTYPE html>")
+    for line in re.search(r"```text\n(.*?)```", PAGE, re.S)[1].splitlines():
+        assert re.sub(r"[\d.]+", "#", line) in re.sub(r"[\d.]+", "#", printed)
 
 
 def test_the_fixture_catches_a_changed_loss(tmp_path):
