@@ -14,7 +14,7 @@ TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2, "snapshot_steps"
 CELLS = [
     {**case("snapshot_GRPO", **TWICE, **KL, entropy_coef=0.01), "gradients": True},
     {**case("snapshot_GSPO", **TWICE, **LEARNER, policy_loss="gspo"), "gradients": True},
-    {**case("snapshot_prompt_mean", **TWICE, loss_aggregation="prompt_mean", scale_rewards="none"), "gradients": True},
+    {**case("snapshot_packed", **TWICE, **KL, loss_aggregation="prompt_mean", microbatch_layout="packed"), "gradients": True},
     {**case("snapshot_PPO", lora=True, **TWICE, **{k: v for k, v in PPO.items() if k != "lora"}), "gradients": True},
     {**case("snapshot_masked", **{**TWO, "snapshot_steps": [STEP]}, mask_truncated_completions=True), "gradients": True},
 ]
