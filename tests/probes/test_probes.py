@@ -5,7 +5,7 @@ import torch
 
 from trl_lossplus import LossBatch, LossSpec, Window, compute_loss
 from trl_lossplus.diagnostics import quantiles
-from trl_lossplus.diagnostics.probes import StepStatistics, first_pass_deviation, mask_statistics
+from trl_lossplus.diagnostics.probes import StepStatistics, mask_statistics
 from trl_lossplus.loss import Statistic
 
 
@@ -27,7 +27,7 @@ def measured(batches, level, window=None, **spec):
         statistics.add_terms(output, len(batches))
         statistics.probe(output)
         output.loss.backward()
-    return statistics.pooled([statistics.take()])
+    return statistics.pooled([statistics.take()]) | statistics.close()
 
 
 def test_quantiles_of_the_valid_tokens():
@@ -85,6 +85,19 @@ def test_gradient_shares_are_the_norms_of_the_terms_gradients():
         assert values[f"share/grad/{name}"] == pytest.approx(norm / sum(norms.values()), rel=1e-5)
 
 
+def test_gradient_shares_of_several_processes_come_with_the_next_step():
+    """Squares of both processes over their number: norms 3 and 4 of two processes make (9 + 16)^0.5 / 2, one step later."""
+    both = []
+    for norm in (3.0, 4.0):
+        statistics = StepStatistics("summary")
+        statistics._saw_gradient("policy", torch.tensor([norm]))
+        assert statistics.take(2).squares == {}
+        assert statistics.close(2) == {}
+        both.append(statistics.take(2))
+        assert statistics.take(2).squares == {}
+    assert StepStatistics("summary").pooled(both)["grad_logp/policy"] == pytest.approx(2.5)
+
+
 def test_probing_changes_no_gradient():
     """With and without probes the gradient is the same, bit for bit."""
     plain, probed = batch(3), batch(3)
@@ -132,18 +145,102 @@ def test_explained_variance_is_pooled_over_the_window():
     assert values["probe/value_error/q100"] == 1.0
 
 
-def test_a_large_micro_batch_is_sampled_and_a_small_one_is_not(monkeypatch):
-    """Beyond WHOLE positions at least SAMPLE of them are taken; quantiles stay near the true ones."""
+def stepped(item, level="full", first_pass=False):
+    """The statistics of a step of one micro-batch, and its spread."""
+    statistics = StepStatistics(level)
+    statistics.probe(compute_loss(item, LossSpec(beta=0.1)), first_pass)
+    return statistics.pooled([statistics.take()])
+
+
+@pytest.mark.parametrize(("level", "taken"), [("summary", 256), ("full", 512)])
+def test_a_large_micro_batch_is_sampled_and_a_small_one_is_not(level, taken):
+    """Of more than WHOLE positions at least TAKEN are taken, from every column; medians stay near, extremes are those of all tokens."""
     item = batch(5, rows=64, width=512)
-    output = compute_loss(item, LossSpec())
-    taken = quantiles.sample(output)
-    assert taken.values.shape[1] >= quantiles.SAMPLE
-    assert taken.values.shape[1] < item.mask.numel() / 10
-    true = torch.quantile(item.advantages[item.mask], 0.5).item()
-    names = list(taken.names)
-    got = torch.quantile(taken.values[names.index("advantage")][taken.valid], 0.5).item()
-    assert got == pytest.approx(true, abs=0.2)
-    assert quantiles.sample(compute_loss(batch(5), LossSpec())).values.shape[1] == 48
+    with torch.no_grad():
+        item.logps[7, 300], item.old_logps[7, 300], item.mask[7, 300] = -0.5, -9.5, True  # one token in 32768
+    output = compute_loss(item, LossSpec(beta=0.1))
+    part = quantiles.sample(output, level)
+    assert taken <= len(part.rows[0]) <= 1.1 * taken
+    assert len({i % 512 for i in range(0, 64 * 512, part.stride)}) >= 200
+    values = stepped(item, level)
+    assert values["probe/log_ratio/q100"] == 9.0
+    ratios = (item.logps.detach() - item.old_logps)[item.mask]
+    assert values["probe/log_ratio/q00"] == pytest.approx(ratios.min().item(), abs=1e-7)
+    if level == "full":
+        assert values["probe/ratio/q100"] == pytest.approx(torch.tensor(9.0).exp().item(), rel=1e-6)
+        assert values["probe/advantage/q100"] == item.advantages[item.mask].max().item()
+        assert values["probe/kl/q100"] == output.per_token["kl"].max().item()
+        assert values["probe/kl/q00"] > 0.0  # not the 0 of masked positions
+        assert values["probe/entropy/q00"] > 0.0
+    assert values["probe/advantage/q50"] == pytest.approx(torch.quantile(item.advantages[item.mask], 0.5).item(), abs=0.2)
+    assert len(quantiles.sample(compute_loss(batch(5), LossSpec()), level).rows[0]) == 48
+
+
+def test_advantages_of_rows_are_taken_by_row():
+    """(B, 1) advantages: each position taken has its row's."""
+    item = batch(5, rows=64, width=512)
+    item = LossBatch(item.logps, item.old_logps, torch.arange(64.0), torch.ones(64, 512).bool(), ref_logps=item.ref_logps)
+    values = stepped(item)
+    assert (values["probe/advantage/q00"], values["probe/advantage/q100"]) == (0.0, 63.0)
+    assert values["probe/advantage/q50"] == pytest.approx(31.5, abs=1.0)
+
+
+def test_micro_batches_of_unequal_size_count_by_their_tokens():
+    """A micro-batch of 32768 tokens with ratio e^1 and one of 16384 with ratio 1, of which each position is taken: two thirds are e^1."""
+    one = torch.zeros(64, 512, requires_grad=True)
+    many = LossBatch(one, torch.full((64, 512), -1.0), torch.ones(64), torch.ones(64, 512).bool())
+    two = torch.zeros(32, 512, requires_grad=True)
+    few = LossBatch(two, torch.zeros(32, 512), torch.ones(32), torch.ones(32, 512).bool())
+    statistics = StepStatistics("full")
+    for item in (many, few):
+        statistics.probe(compute_loss(item, LossSpec()))
+    values = statistics.pooled([statistics.take()])
+    assert values["probe/log_ratio/q25"] == 0.0
+    assert values["probe/log_ratio/q50"] == 1.0
+    e = torch.tensor(1.0).exp().item()
+    assert values["ratio/ess"] == pytest.approx(((2 * e + 1) / 3) ** 2 / ((2 * e**2 + 1) / 3), rel=1e-2)
+
+
+def test_quantiles_of_two_processes_are_those_of_all_tokens():
+    """Two processes of 4 and 9 rows, masked by chance: every quantile as torch.quantile over the tokens of both."""
+    items = [batch(1, rows=4), batch(2, rows=9)]
+    sent = []
+    for item in items:
+        statistics = StepStatistics("full")
+        statistics.probe(compute_loss(item, LossSpec()))
+        sent.append(statistics.take(2))
+    values = StepStatistics("full").pooled(sent)
+    everything = torch.cat([(item.logps.detach() - item.old_logps)[item.mask] for item in items])
+    for q in (0, 5, 25, 50, 75, 95, 100):
+        assert values[f"probe/log_ratio/q{q:02d}"] == pytest.approx(torch.quantile(everything, q / 100).item(), abs=1e-6)
+    square = (everything.exp() ** 2).mean()
+    assert values["ratio/ess"] == pytest.approx((everything.exp().mean() ** 2 / square).item(), rel=1e-5)
+
+
+def test_weighted_quantiles_by_hand():
+    """Values 0 and 10 that stand for 3 and 1 tokens, middles at 1.5 and 3.5: the median lies half of the way between them at 2.5."""
+    import numpy as np
+
+    assert quantiles.quantiles([np.array([[0.0]]), np.array([[10.0]])], [3.0, 1.0], (0.0, 0.5, 1.0)) == [[0.0, 5.0, 10.0]]
+    assert quantiles.quantiles([np.array([[1.0, 2.0, 4.0]])], [7.0], (0.0, 0.5, 0.75, 1.0)) == [[1.0, 2.0, 3.0, 4.0]]
+    thinned = quantiles.thinned(
+        quantiles.Spread(("a",), np.arange(10000.0)[None], 2.0, {}, (1.0, 1.0, 1.0)), quantiles.SENT // 128
+    )
+    assert thinned.values.shape == (1, 128)
+    assert thinned.weight * 128 == 2.0 * 10000
+    assert (thinned.values[0, 0], thinned.values[0, -1]) == (0.0, 9999.0)
+
+
+def test_a_nan_shows_in_the_quantiles():
+    """A NaN or an infinity among the valid tokens is seen; one at a masked position is not."""
+    item = batch(5)
+    item.advantages[0, 0], item.mask[0, 0] = float("nan"), True
+    item.advantages[1, 1], item.mask[1, 1] = float("nan"), False
+    assert torch.tensor([v for k, v in stepped(item).items() if k.startswith("probe/advantage")]).isnan().all()
+    item.mask[0, 0] = False
+    assert torch.tensor([v for k, v in stepped(item).items() if k.startswith("probe/")]).isfinite().all()
+    item.mask[0, 0], item.advantages[0, 0] = True, float("inf")
+    assert stepped(item)["probe/advantage/q100"] == float("inf")
 
 
 def test_one_sided_names_over_ranks():
@@ -168,9 +265,12 @@ def test_mask_statistics_by_hand():
 
 
 def test_first_pass_deviation():
+    """max |ratio - 1| of a step that no update came before; of later ones nothing."""
     item = batch(2)
-    output = compute_loss(item, LossSpec())
     expected = ((item.logps - item.old_logps).exp() - 1)[item.mask].abs().max().item()
-    assert first_pass_deviation(output).value.item() == pytest.approx(expected, rel=1e-6)
-    same = LossBatch(item.logps, item.logps.detach(), item.advantages, item.mask)
-    assert first_pass_deviation(compute_loss(same, LossSpec())).value.item() == 0.0
+    assert stepped(item, first_pass=True)["ratio/first_pass_deviation"] == pytest.approx(expected, rel=1e-6)
+    assert "ratio/first_pass_deviation" not in stepped(item)
+    same = LossBatch(item.logps, item.logps.detach(), item.advantages, item.mask, ref_logps=item.ref_logps)
+    assert stepped(same, "summary", True)["ratio/first_pass_deviation"] == 0.0
+    none = LossBatch(item.logps, item.old_logps, item.advantages, torch.zeros_like(item.mask), ref_logps=item.ref_logps)
+    assert "ratio/first_pass_deviation" not in stepped(none, first_pass=True)

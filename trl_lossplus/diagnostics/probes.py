@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..functional.masking import select
 from ..loss import LossOutput, Statistic
-from .quantiles import Sample, merge, sample, summarize
+from .quantiles import Sample, Spread, merge, sample, spread
 
-# One process's totals and weights by name, squares of the terms' gradients, quantiles by quantity.
-Local = tuple[dict[str, tuple[str, float, float]], dict[str, float], dict[str, list[float]]]
 _EXTREME = {"min": torch.minimum, "max": torch.maximum}
+
+
+class Local(NamedTuple):
+    """
+    One process's share of a step: (kind, total, weight) by name, its values, whether no update came before it since the rollout, and the
+    squared norms of the terms' gradients in the step before.
+    """
+
+    statistics: dict[str, tuple[str, float, float]]
+    spread: Spread | None
+    first_pass: bool
+    squares: dict[str, float]
 
 
 class StepStatistics:
     """
     Pools the statistics of an optimizer step's micro-batches.
+
+    What the loss read and gave is taken and pooled before the step's last backward pass (`take`, `pooled`), since it decides about the
+    step. The norms of the terms' gradients are there after it (`close`): one process has them at once, of several each tells the others
+    when it tells about the next step, so that they cost no collective.
 
     A mean is the sum of its totals over the sum of its weights, over all micro-batches and processes, so it does not depend
     on the split; a name that only some ranks have is pooled over those.
@@ -28,7 +45,9 @@ class StepStatistics:
         self.level = level
         self._pooled: dict[str, Statistic] = {}
         self._samples: list[Sample] = []
-        self._gradients: dict[str, Tensor] = {}
+        self._norms: list[tuple[str, Tensor]] = []  # of the step under way
+        self._done: list[tuple[str, Tensor]] = []  # of the step before, where it is not told yet
+        self._first_pass = False
 
     def add(self, statistics: Mapping[str, Statistic]) -> None:
         """Takes in one micro-batch. Waits for no device."""
@@ -50,39 +69,47 @@ class StepStatistics:
         weight = torch.full((), 1.0 / micro_batches, device=output.loss.device)
         self.add({f"loss/{name}": Statistic("mean", term.detach(), weight) for name, term in output.terms.items()})
 
-    def probe(self, output: LossOutput) -> None:
+    def probe(self, output: LossOutput, first_pass: bool = False) -> None:
         """
         Takes in what `level` asks for beyond the statistics: quantiles, effective sample size, the terms' gradients.
 
-        The gradients with respect to the log-probs are taken here, through the loss alone and not the model. Waits for no device.
+        The gradients with respect to the log-probs are seen by hooks while the backward pass goes by. Waits for no device.
+
+        Args:
+            first_pass: no weight has changed since the rollout.
         """
         if self.level == "off":
             return
-        assert output.inputs is not None
-        self._samples.append(sample(output))
-        ratio, mask = output.per_token["ratio"], output.inputs.mask
-        n = mask.sum()
-        valid = select(ratio, mask)
-        self.add({"_ratio_sum": Statistic("mean", valid.sum(), n), "_ratio_square": Statistic("mean", (valid**2).sum(), n)})
-        sources = {name: source for name, source in output.sources.items() if source.requires_grad}
-        if not sources:
-            return
-        gradients = torch.autograd.grad(output.loss, list(sources.values()), retain_graph=True)
-        for name, gradient in zip(sources, gradients, strict=True):
-            square = (gradient**2).sum()
-            self._gradients[name] = self._gradients[name] + square if name in self._gradients else square
+        self._samples.append(sample(output, self.level))
+        self._first_pass = first_pass
+        for name, source in output.sources.items():
+            if source.requires_grad:
+                source.register_hook(partial(self._saw_gradient, name))
 
-    def take(self) -> Local:
-        """This process's share of the step, for `pooled`, and an empty pool for the next step. Waits for the device."""
-        names = list(self._pooled)
-        numbers = [x.float() for name in names for x in self._pooled[name][1:]] + list(self._gradients.values())
-        flat = torch.stack(numbers).tolist() if numbers else []
-        pairs = zip(flat[0 : 2 * len(names) : 2], flat[1 : 2 * len(names) : 2], strict=True)
-        local = {name: (self._pooled[name].kind, *pair) for name, pair in zip(names, pairs, strict=True)}
-        squares = dict(zip(self._gradients, flat[2 * len(names) :], strict=True))
-        quantiles = summarize(self._samples, self.level) if self.level != "off" else {}
-        self._pooled, self._samples, self._gradients = {}, [], {}
-        return local, squares, quantiles
+    def _saw_gradient(self, name: str, gradient: Tensor) -> None:
+        self._norms.append((name, torch.linalg.vector_norm(gradient)))
+
+    def take(self, processes: int = 1) -> Local:
+        """This process's share of the step, for `pooled`, and an empty pool for the next step. Waits for the device once."""
+        pooled, samples, norms = self._pooled, self._samples, self._done
+        single = [x.float() for one in pooled.values() for x in (one.total, one.weight)]
+        single += [norm for _, norm in norms] + [end for one in samples for end in one.ends]
+        rows = [*([torch.stack(single)] if single else []), *(row for one in samples for row in one.rows)]
+        numbers = torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
+        values, n = numbers[: len(single)].tolist(), 2 * len(pooled)
+        local = {name: (one.kind, values[2 * i], values[2 * i + 1]) for i, (name, one) in enumerate(pooled.items())}
+        squares = _squares(norms, values[n : n + len(norms)])
+        mine = Local(local, spread(samples, values[n + len(norms) :], numbers[len(single) :], processes), self._first_pass, squares)
+        self._pooled, self._samples, self._done, self._first_pass = {}, [], [], False
+        return mine
+
+    def close(self, processes: int = 1) -> dict[str, float]:
+        """After the step's last backward pass: `gradient_shares` on one process; on several nothing, they come with the next step."""
+        norms, self._norms = self._norms, []
+        if processes > 1:
+            self._done = norms
+            return {}
+        return gradient_shares([_squares(norms, torch.stack([norm for _, norm in norms]).tolist())]) if norms else {}
 
     def pooled(self, everyone: Sequence[Local]) -> dict[str, float]:
         """
@@ -91,11 +118,20 @@ class StepStatistics:
         Returns:
             {metric name: value}, NaN where nothing was counted.
         """
-        parts = [part for part, _, _ in everyone]
-        values = pooled(parts)
-        if self.level != "off":
-            values |= merge([part for _, _, part in everyone], self.level) | gradient_shares([part for _, part, _ in everyone])
-        return with_loss_shares(with_sample_size(with_explained_variance(values)))
+        parts = [one.statistics for one in everyone]
+        found = pooled(parts)
+        spreads = [one.spread for one in everyone if one.spread is not None]
+        found |= merge(spreads, self.level) | gradient_shares([one.squares for one in everyone])
+        if spreads and any(one.first_pass for one in everyone):
+            found |= first_pass_deviation(found)
+        return with_loss_shares(with_explained_variance(found))
+
+
+def _squares(norms: list[tuple[str, Tensor]], values: list[float]) -> dict[str, float]:
+    squares: dict[str, float] = {}
+    for (name, _), value in zip(norms, values, strict=True):
+        squares[name] = squares.get(name, 0.0) + value**2
+    return squares
 
 
 def with_explained_variance(values: dict[str, float]) -> dict[str, float]:
@@ -110,20 +146,6 @@ def with_explained_variance(values: dict[str, float]) -> dict[str, float]:
     error = values.pop("value/error_square") - values["value/error_mean"] ** 2
     spread = values.pop("value/return_square") - values["value/return_mean"] ** 2
     values["value/explained_variance"] = 1 - error / spread if spread > 1e-8 else float("nan")
-    return values
-
-
-def with_sample_size(values: dict[str, float]) -> dict[str, float]:
-    """
-    Replaces the pooled means of the ratio and its square by `ratio/ess` = mean(r)^2 / mean(r^2).
-
-    1: every token counts alike; near 0: a few tokens carry the update. Source: Kish's effective sample size over the sample size.
-    """
-    if "_ratio_square" not in values:
-        return values
-    values = dict(values)
-    mean, square = values.pop("_ratio_sum"), values.pop("_ratio_square")
-    values["ratio/ess"] = mean**2 / square if square > 0 else float("nan")
     return values
 
 
@@ -183,8 +205,7 @@ def mask_statistics(loss_mask: Tensor, completion_mask: Tensor, ended: Tensor) -
     }
 
 
-def first_pass_deviation(output: LossOutput) -> Statistic:
-    """max |ratio - 1| over valid tokens: 0, up to rounding, before the first update after a rollout."""
-    assert output.inputs is not None
-    deviation = select(output.per_token["ratio"] - 1, output.inputs.mask).abs().amax()
-    return Statistic("max", deviation, torch.ones_like(deviation))
+def first_pass_deviation(values: dict[str, float]) -> dict[str, float]:
+    """`ratio/first_pass_deviation`: max |ratio - 1| over valid tokens. 0, up to rounding, before the first update after a rollout."""
+    low, high = (values[f"probe/log_ratio/q{q}"] for q in ("00", "100"))
+    return {"ratio/first_pass_deviation": max(math.expm1(min(high, 80.0)), -math.expm1(low))}

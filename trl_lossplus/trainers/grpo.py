@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..batch import LossBatch
 from ..config import GRPOPlusConfig
-from ..diagnostics.probes import StepStatistics, first_pass_deviation, mask_statistics
+from ..diagnostics.probes import StepStatistics, mask_statistics
 from ..estimators import compute_advantages, weighted_sum
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
@@ -288,10 +288,8 @@ class GRPOPlusTrainer(TRLSeam):
         statistics.add(output.statistics)
         statistics.add_terms(output, micro_batches)
         if self.args.probes != "off":
-            statistics.probe(output)
+            statistics.probe(output, first_pass=train and self.in_first_pass)
             statistics.add(mask_statistics(inputs["loss_mask"], inputs["completion_mask"], inputs["ended"]))
-            if train and self.in_first_pass:
-                statistics.add({"ratio/first_pass_deviation": first_pass_deviation(output)})
         if train:
             self._guard.see(output, inputs)
         if not train or self.accelerator.sync_gradients:
@@ -303,7 +301,7 @@ class GRPOPlusTrainer(TRLSeam):
     def _share_step(self, train: bool) -> None:
         """The step's statistics over all processes, and whether all is finite: one collective, before the last backward pass."""
         statistics = self._statistics[self.mode]
-        everyone = self._exchange((train and self._guard.found, statistics.take()))
+        everyone = self._exchange((train and self._guard.found, statistics.take(self.accelerator.num_processes)))
         self._values = statistics.pooled([local for _, local in everyone])
         if train:
             found, step = any(bad for bad, _ in everyone), self.state.global_step
@@ -370,7 +368,7 @@ class GRPOPlusTrainer(TRLSeam):
         """Logs one value of each of the optimizer step's statistics; drops the step if so decided."""
         if self.mode == "train":
             write_snapshot(self, "step")
-        values, self._values = self._values, {}
+        values, self._values = {**self._values, **self._statistics[self.mode].close(self.accelerator.num_processes)}, {}
         train = self.mode == "train"
         if train and self._guard.close():
             self.model.zero_grad(set_to_none=True)  # an optimizer leaves parameters without a gradient as they are
