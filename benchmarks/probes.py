@@ -1,13 +1,17 @@
 """
 What the probes add to a step, in CPU seconds.
 
-    python benchmarks/probes.py                # a training step of the toy, and a loss step of 64 rows of 2048 tokens; about a minute
+    python benchmarks/probes.py                # about two minutes
     python benchmarks/probes.py --rounds 300   # steadier
 
-A training step is everything from on_step_begin to on_step_end of the toy with hidden size 256: generation, reward, reference, forward,
-backward, optimizer. A loss step is compute_loss with a KL on log-probs (64, 2048), its statistics, the backward pass to the log-probs and
-fetching the step's numbers; there is no model in it. The levels take turns from step to step in one process; shown are medians, and the
-median over the rounds of what a level costs over `off` in the same round.
+* A training step of the toy with hidden size 256, from on_step_begin to on_step_end: generation, reward, reference, forward, backward,
+  optimizer.
+* A loss step of 64 rows of 2048 tokens from logits over 64 words: log-probs and entropies, compute_loss with a KL, its statistics, the
+  backward pass to the logits, the step's numbers on the host.
+* The same from log-probs: compute_loss and nothing else, eight milliseconds of it. No training step is that short.
+
+The levels take turns from step to step in one process. Shown are the median, and the median over the rounds of what a level costs beside
+`off` in the same round.
 """
 
 from __future__ import annotations
@@ -44,32 +48,41 @@ def turns(rounds: int) -> list[str]:
     return [LEVELS[(i + shift) % len(LEVELS)] for i in range(rounds) for shift in range(len(LEVELS))]
 
 
-def loss_step(rows: int = 64, width: int = 2048) -> Callable[[str], dict[str, float]]:
-    """A function that takes one loss step at a level and returns its metrics."""
+def loss_step(words: int = 0, rows: int = 64, width: int = 2048) -> Callable[[str], dict[str, float]]:
+    """A function that takes one loss step at a level and returns its metrics: from logits over `words`, or (0) from log-probs."""
     g = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, width, max(words, 1), generator=g)
+    tokens = torch.randint(max(words, 1), (rows, width, 1), generator=g)
     logps, noise = -torch.rand(rows, width, generator=g), torch.randn(2, rows, width, generator=g)
+    if words:
+        logps = logits.log_softmax(-1).gather(-1, tokens).squeeze(-1)
     mask = torch.arange(width) < torch.randint(width // 4, width + 1, (rows, 1), generator=g)
     advantages, entropies = torch.randn(rows, generator=g), torch.rand(rows, width, generator=g)
-    spec = LossSpec(beta=0.04)
+    spec, old, ref = LossSpec(beta=0.04), logps + 0.1 * noise[0], logps + 0.1 * noise[1]
 
     def step(level: str) -> dict[str, float]:
-        batch = LossBatch(
-            logps.clone().requires_grad_(), logps + 0.1 * noise[0], advantages, mask, ref_logps=logps + 0.1 * noise[1], entropies=entropies
-        )
-        output, pooled = compute_loss(batch, spec), StepStatistics(level)
+        policy, entropy = logps.clone().requires_grad_(), entropies
+        if words:
+            all_logps = logits.requires_grad_().log_softmax(-1)
+            policy = all_logps.gather(-1, tokens).squeeze(-1)
+            entropy = -(all_logps.detach().exp() * all_logps.detach()).sum(-1)
+        output = compute_loss(LossBatch(policy, old, advantages, mask, ref_logps=ref, entropies=entropy), spec)
+        pooled = StepStatistics(level)
         pooled.add(output.statistics)
         pooled.add_terms(output, 1)
         pooled.probe(output, first_pass=True)
         values = pooled.pooled([pooled.take()])
         output.loss.backward()
+        logits.grad = None
         return values | pooled.close()
 
     return step
 
 
-def time_loss(rounds: int) -> dict[str, list[float]]:
+def time_loss(rounds: int, words: int = 0) -> dict[str, list[float]]:
     """CPU seconds of each loss step by level."""
-    step, seconds = loss_step(), {level: [] for level in LEVELS}
+    step = loss_step(words)
+    seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
     for i, level in enumerate(turns(WARM + rounds)):
         start = time.process_time()
         step(level)
@@ -82,7 +95,8 @@ class Turns(TrainerCallback):
     """Gives each optimizer step its level, and times it."""
 
     def __init__(self, rounds: int):
-        self.order, self.seconds = turns(WARM + rounds), {level: [] for level in LEVELS}
+        self.order = turns(WARM + rounds)
+        self.seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
         self.trainer: Any = None
         self._start = 0.0
 
@@ -116,28 +130,31 @@ def time_toy(rounds: int, hidden: int = 256) -> dict[str, list[float]]:
     return clock.seconds
 
 
-def table(title: str, seconds: dict[str, list[float]]) -> list[str]:
+def table(title: str, seconds: dict[str, list[float]], bounds: dict[str, float]) -> list[str]:
     """The lines of one measurement."""
+    off = statistics.median(seconds["off"])
     lines = [f"{title}, {len(seconds['off'])} steps a level"]
     for level in LEVELS:
         extra = statistics.median(a - b for a, b in zip(seconds[level], seconds["off"], strict=True))
-        off = statistics.median(seconds["off"])
-        bound = f" (at most {BOUNDS[level]:g}%)" if level in BOUNDS else ""
-        lines.append(f"  {level:8}{1e3 * statistics.median(seconds[level]):9.2f} ms  {100 * extra / off:+6.2f}%{bound}")
+        bound = f" (at most {bounds[level]:g}%)" if level in bounds else ""
+        lines.append(
+            f"  {level:8}{1e3 * statistics.median(seconds[level]):9.2f} ms  {1e3 * extra:+6.2f} ms  {100 * extra / off:+6.2f}%{bound}"
+        )
     return lines
 
 
 def main() -> None:
-    """Measures both and prints the tables."""
+    """Measures all three and prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=100, help="steps a level of each kind; ten times as many loss steps")
+    parser.add_argument("--rounds", type=int, default=100, help="steps a level of each kind; five times as many from log-probs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()
-    print("\n".join(table("a loss step (64, 2048)", time_loss(10 * args.rounds))), flush=True)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         toy = time_toy(args.rounds)
-    print("\n".join(table("a training step of the toy, hidden size 256", toy)))
+    print("\n".join(table("a training step of the toy, hidden size 256", toy, BOUNDS)), flush=True)
+    print("\n".join(table("a loss step (64, 2048) from logits", time_loss(args.rounds, 64), BOUNDS)), flush=True)
+    print("\n".join(table("compute_loss (64, 2048) alone, from log-probs", time_loss(5 * args.rounds), {})))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class GRPOPlusConfig(GRPOConfig):
 
     probes: str = option(
         "What is measured of each optimizer step beside the terms and clip fractions: off, summary (extremes and medians of log "
-        "ratio, ratio, advantage and each term, shares of loss and gradient), full (seven quantiles of each).",
+        "ratio, ratio, advantage, policy term, KL and value; shares of loss and gradient), full (seven quantiles, of the entropy too).",
         "summary",
     )
     nonfinite_policy: str = option(

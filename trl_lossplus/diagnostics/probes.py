@@ -99,7 +99,9 @@ class StepStatistics:
         values, n = numbers[: len(single)].tolist(), 2 * len(pooled)
         local = {name: (one.kind, values[2 * i], values[2 * i + 1]) for i, (name, one) in enumerate(pooled.items())}
         squares = _squares(norms, values[n : n + len(norms)])
-        mine = Local(local, spread(samples, values[n + len(norms) :], numbers[len(single) :], processes), self._first_pass, squares)
+        mine = Local(
+            local, spread(samples, values[n + len(norms) :], numbers[len(single) :], processes), self._first_pass, squares
+        )
         self._pooled, self._samples, self._done, self._first_pass = {}, [], [], False
         return mine
 

@@ -26,7 +26,10 @@ WHOLE, SENT = 16384, 2048
 TAKEN = {"summary": 256, "full": 512}
 LEVELS = {"summary": (0.0, 0.5, 1.0), "full": QUANTILES}
 PER_TOKEN = {"summary": ("log_ratio", "ratio", "policy", "kl"), "full": ("log_ratio", "ratio", "policy", "kl", "entropy")}
-EXTREMES = {"summary": ("log_ratio",), "full": ("log_ratio", "ratio", "policy", "kl", "entropy", "advantage", "value", "value_error")}
+EXTREMES = {
+    "summary": ("log_ratio",),
+    "full": ("log_ratio", "ratio", "policy", "kl", "entropy", "advantage", "value", "value_error"),
+}
 
 Array = NDArray[np.float32]
 
@@ -117,7 +120,7 @@ def spread(samples: Sequence[Sample], ends: Sequence[float], numbers: Array, pro
         every = round(widest / part.stride)  # each value is to stand for as many tokens
         tables.append(table if every == 1 else table[:, ::every])
     table = tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
-    count = table.shape[1] - np.count_nonzero(table[-1])
+    count = int(table.shape[1] - np.count_nonzero(table[-1]))
     if not count:
         return None
     table = table[:-1] - table[-1]
@@ -154,7 +157,7 @@ def merge(parts: Sequence[Spread], level: str) -> dict[str, float]:
     if not parts:
         return {}
     table = quantiles([part.values for part in parts], [part.weight for part in parts], LEVELS[level])
-    found = {}
+    found: dict[str, float] = {}
     for name, row in zip(parts[0].names, table, strict=True):
         for low, high in (part.ends[name] for part in parts if name in part.ends):
             row[0], row[-1] = min(row[0], low), max(row[-1], high)
