@@ -1,5 +1,7 @@
 """Statistics of an optimizer step: pooled exactly, quantiles, shares of loss and gradient, sample size."""
 
+import math
+
 import pytest
 import torch
 
@@ -262,6 +264,16 @@ def test_mask_statistics_by_hand():
     found = mask_statistics(loss, completion, torch.tensor([True, True, False]))
     assert found["mask/outside_completion"].value.item() == 1.0
     assert found["mask/eos_in_loss"].value.item() == 0.5
+
+
+@pytest.mark.parametrize(("clamp", "expected"), [(20.0, math.exp(20) - 1), (1e4, math.inf)])
+def test_a_first_pass_far_from_one(clamp, expected):
+    """100 nats: the ratio that the loss used, which is bounded by the clamp, and infinite in float32 without one."""
+    item = batch(2)
+    item.old_logps[item.mask] = item.logps[item.mask].detach() - 100.0
+    statistics = StepStatistics("summary")
+    statistics.probe(compute_loss(item, LossSpec(log_ratio_clamp=clamp)), first_pass=True)
+    assert statistics.pooled([statistics.take()])["ratio/first_pass_deviation"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_first_pass_deviation():

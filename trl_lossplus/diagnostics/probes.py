@@ -210,4 +210,5 @@ def mask_statistics(loss_mask: Tensor, completion_mask: Tensor, ended: Tensor) -
 def first_pass_deviation(values: dict[str, float]) -> dict[str, float]:
     """`ratio/first_pass_deviation`: max |ratio - 1| over valid tokens. 0, up to rounding, before the first update after a rollout."""
     low, high = (values[f"probe/log_ratio/q{q}"] for q in ("00", "100"))
-    return {"ratio/first_pass_deviation": max(math.expm1(min(high, 80.0)), -math.expm1(low))}
+    over = math.expm1(high) if high < 1 else values["probe/ratio/q100"] - 1  # near 1 without cancellation, far from it as bounded
+    return {"ratio/first_pass_deviation": max(over, -math.expm1(low))}
