@@ -126,6 +126,11 @@ def allocated(profile: Any) -> tuple[int, int]:
     return most, kept
 
 
+def a_step(seconds: list[float], at_once: int) -> float:
+    """Median over rollouts of the mean over each rollout's `at_once` steps."""
+    return statistics.median(sum(seconds[i : i + at_once]) / at_once for i in range(0, len(seconds) - at_once + 1, at_once))
+
+
 def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
     """Runs one variant in this process: seconds a step, bytes, parameters."""
     import torch
@@ -174,16 +179,9 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
         held = storages([*module.parameters(), *module.buffers(), *state])
         if trainer.ref_model is not None:
             held += storages([*trainer.ref_model.parameters()])
-
-        def a_step(seconds: list[float]) -> float:
-            """Median over rollouts of the mean over each rollout's steps."""
-            return statistics.median(
-                sum(seconds[i : i + at_once]) / at_once for i in range(0, len(seconds) - at_once + 1, at_once)
-            )
-
         return {
-            "cpu": a_step(cpu),
-            "wall": a_step(wall),
+            "cpu": a_step(cpu, at_once),
+            "wall": a_step(wall, at_once),
             "memory": held + found["peak"],
             "kept": found["kept"],
             "grown": found["grown"],

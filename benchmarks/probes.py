@@ -70,7 +70,7 @@ def loss_step(words: int = 0, rows: int = 64, width: int = 2048) -> Callable[[st
         pooled = StepStatistics(level)
         pooled.add(output.statistics)
         pooled.add_terms(output, 1)
-        pooled.probe(output, first_pass=True)
+        pooled.probe(output, first_pass=LossSpec().log_ratio_clamp)
         values = pooled.pooled([pooled.take()])
         output.loss.backward()
         logits.grad = None

@@ -147,7 +147,7 @@ def test_explained_variance_is_pooled_over_the_window():
     assert values["probe/value_error/q100"] == 1.0
 
 
-def stepped(item, level="full", first_pass=False):
+def stepped(item, level="full", first_pass=None):
     """The statistics of a step of one micro-batch, and its spread."""
     statistics = StepStatistics(level)
     statistics.probe(compute_loss(item, LossSpec(beta=0.1)), first_pass)
@@ -266,13 +266,16 @@ def test_mask_statistics_by_hand():
     assert found["mask/eos_in_loss"].value.item() == 0.5
 
 
-@pytest.mark.parametrize(("clamp", "expected"), [(20.0, math.exp(20) - 1), (1e4, math.inf)])
-def test_a_first_pass_far_from_one(clamp, expected):
-    """100 nats: the ratio that the loss used, which is bounded by the clamp, and infinite in float32 without one."""
-    item = batch(2)
-    item.old_logps[item.mask] = item.logps[item.mask].detach() - 100.0
+@pytest.mark.parametrize("rows", [2, 400])
+@pytest.mark.parametrize(("clamp", "expected"), [(20.0, math.exp(20) - 1), (0.5, math.exp(0.5) - 1), (1e4, math.inf)])
+def test_a_first_pass_far_from_one(clamp, expected, rows):
+    """One token at 100 nats: the ratio that the loss used, bounded by the clamp, infinite in float32 without; also where ratios are sampled."""
+    logps = torch.zeros(rows, 50)
+    old = logps.clone()
+    old[1, 7] = -100.0
+    item = LossBatch(logps=logps, old_logps=old, advantages=torch.ones(rows, 50), mask=torch.ones(rows, 50, dtype=torch.bool))
     statistics = StepStatistics("summary")
-    statistics.probe(compute_loss(item, LossSpec(log_ratio_clamp=clamp)), first_pass=True)
+    statistics.probe(compute_loss(item, LossSpec(log_ratio_clamp=clamp)), clamp)
     assert statistics.pooled([statistics.take()])["ratio/first_pass_deviation"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -280,9 +283,9 @@ def test_first_pass_deviation():
     """max |ratio - 1| of a step that no update came before; of later ones nothing."""
     item = batch(2)
     expected = ((item.logps - item.old_logps).exp() - 1)[item.mask].abs().max().item()
-    assert stepped(item, first_pass=True)["ratio/first_pass_deviation"] == pytest.approx(expected, rel=1e-6)
+    assert stepped(item, first_pass=20.0)["ratio/first_pass_deviation"] == pytest.approx(expected, rel=1e-6)
     assert "ratio/first_pass_deviation" not in stepped(item)
     same = LossBatch(item.logps, item.logps.detach(), item.advantages, item.mask, ref_logps=item.ref_logps)
-    assert stepped(same, "summary", True)["ratio/first_pass_deviation"] == 0.0
+    assert stepped(same, "summary", 20.0)["ratio/first_pass_deviation"] == 0.0
     none = LossBatch(item.logps, item.old_logps, item.advantages, torch.zeros_like(item.mask), ref_logps=item.ref_logps)
-    assert "ratio/first_pass_deviation" not in stepped(none, first_pass=True)
+    assert "ratio/first_pass_deviation" not in stepped(none, first_pass=20.0)

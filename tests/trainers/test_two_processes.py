@@ -104,3 +104,13 @@ def test_one_rank_without_signal_finishes(toy, tmp_path):
     assert [entry["group_reward/frac_flat"] for entry in facts["log"][:3]] == [0.5, 0.5, 0.5]
     assert all(torch.isfinite(value).all() for value in weights.values())
     assert facts["log"][0]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_one_process_has_all_the_rows_that_move(toy, tmp_path):
+    """The other's rows are all flat: both run each micro-batch, the weights are those of computing every row, and half is said to be computed."""
+    settings = {"one_sided": True, "gradient_accumulation_steps": 2, "num_iterations": 2, "optim": "sgd", "learning_rate": 0.3}
+    every, _ = launch(2, toy, tmp_path / "every", settings)
+    some, facts = launch(2, toy, tmp_path / "some", {**settings, "microbatch_layout": "shared_prefix", "skip_still_rows": True})
+    assert max((every[key] - some[key]).abs().max().item() for key in every) < 1e-5
+    assert [entry["frac_rows_computed"] for entry in facts["log"] if "loss" in entry] == [0.5] * 3

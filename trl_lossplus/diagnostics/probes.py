@@ -14,18 +14,19 @@ from torch import Tensor
 from ..loss import LossOutput, Statistic
 from .quantiles import Sample, Spread, merge, sample, spread
 
+OVERFLOWS = math.log(torch.finfo(torch.float32).max)  # nats; the loss takes exp in float32
 _EXTREME = {"min": torch.minimum, "max": torch.maximum}
 
 
 class Local(NamedTuple):
     """
-    One process's share of a step: (kind, total, weight) by name, its values, whether no update came before it since the rollout, and the
-    squared norms of the terms' gradients in the step before.
+    One process's share of a step: (kind, total, weight) by name, its values, the clamp of the log ratio where no update came before it
+    since the rollout (else None), and the squared norms of the terms' gradients in the step before.
     """
 
     statistics: dict[str, tuple[str, float, float]]
     spread: Spread | None
-    first_pass: bool
+    first_pass: float | None
     squares: dict[str, float]
 
 
@@ -47,7 +48,7 @@ class StepStatistics:
         self._samples: list[Sample] = []
         self._norms: list[tuple[str, Tensor]] = []  # of the step under way
         self._done: list[tuple[str, Tensor]] = []  # of the step before, where it is not told yet
-        self._first_pass = False
+        self._first_pass: float | None = None
 
     def add(self, statistics: Mapping[str, Statistic]) -> None:
         """Takes in one micro-batch. Waits for no device."""
@@ -69,14 +70,14 @@ class StepStatistics:
         weight = torch.full((), 1.0 / micro_batches, device=output.loss.device)
         self.add({f"loss/{name}": Statistic("mean", term.detach(), weight) for name, term in output.terms.items()})
 
-    def probe(self, output: LossOutput, first_pass: bool = False) -> None:
+    def probe(self, output: LossOutput, first_pass: float | None = None) -> None:
         """
         Takes in what `level` asks for beyond the statistics: quantiles, effective sample size, the terms' gradients.
 
         The gradients with respect to the log-probs are seen by hooks while the backward pass goes by. Waits for no device.
 
         Args:
-            first_pass: no weight has changed since the rollout.
+            first_pass: the log_ratio_clamp of the loss where no weight has changed since the rollout, else None.
         """
         if self.level == "off":
             return
@@ -102,7 +103,7 @@ class StepStatistics:
         mine = Local(
             local, spread(samples, values[n + len(norms) :], numbers[len(single) :], processes), self._first_pass, squares
         )
-        self._pooled, self._samples, self._done, self._first_pass = {}, [], [], False
+        self._pooled, self._samples, self._done, self._first_pass = {}, [], [], None
         return mine
 
     def close(self, processes: int = 1) -> dict[str, float]:
@@ -124,8 +125,9 @@ class StepStatistics:
         found = pooled(parts)
         spreads = [one.spread for one in everyone if one.spread is not None]
         found |= merge(spreads, self.level) | gradient_shares([one.squares for one in everyone])
-        if spreads and any(one.first_pass for one in everyone):
-            found |= first_pass_deviation(found)
+        clamp = next((one.first_pass for one in everyone if one.first_pass is not None), None)
+        if spreads and clamp is not None:
+            found |= first_pass_deviation(found, clamp)
         return with_loss_shares(with_explained_variance(found))
 
 
@@ -207,8 +209,13 @@ def mask_statistics(loss_mask: Tensor, completion_mask: Tensor, ended: Tensor) -
     }
 
 
-def first_pass_deviation(values: dict[str, float]) -> dict[str, float]:
-    """`ratio/first_pass_deviation`: max |ratio - 1| over valid tokens. 0, up to rounding, before the first update after a rollout."""
-    low, high = (values[f"probe/log_ratio/q{q}"] for q in ("00", "100"))
-    over = math.expm1(high) if high < 1 else values["probe/ratio/q100"] - 1  # near 1 without cancellation, far from it as bounded
+def first_pass_deviation(values: dict[str, float], clamp: float) -> dict[str, float]:
+    """
+    `ratio/first_pass_deviation`: max |ratio - 1| over valid tokens. 0, up to rounding, before the first update after a rollout.
+
+    Args:
+        values: with the least and the largest log ratio. clamp: of the log ratio, in nats, as the loss bounds it before exp.
+    """
+    low, high = (max(-clamp, min(values[f"probe/log_ratio/q{q}"], clamp)) for q in ("00", "100"))
+    over = math.inf if high > OVERFLOWS else math.expm1(high)
     return {"ratio/first_pass_deviation": max(over, -math.expm1(low))}

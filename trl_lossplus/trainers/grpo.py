@@ -287,8 +287,10 @@ class GRPOPlusTrainer(TRLSeam):
         statistics = self._statistics[self.mode]
         statistics.add(output.statistics)
         statistics.add_terms(output, micro_batches)
+        if train and self.args.skip_still_rows:
+            statistics.add(layouts.computed_rows(inputs))
         if self.args.probes != "off":
-            statistics.probe(output, first_pass=train and self.in_first_pass)
+            statistics.probe(output, spec.log_ratio_clamp if train and self.in_first_pass else None)
             statistics.add(mask_statistics(inputs["loss_mask"], inputs["completion_mask"], inputs["ended"]))
         if train:
             self._guard.see(output, inputs)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.errors import LossPlusError
+from ..loss import Statistic
 from .adapters import base_of
 from .checks import has_rotary_positions
 from .dealing import deal_windows
@@ -205,9 +206,8 @@ def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch]) -> list[M
         rows = sum(len(micro["prompt_ids"]) for micro in micro_batches)
         shares = packed is not None and packed.share_prefix
         micro_batches = deal_windows(micro_batches, per_window=per_window, drop_still=skip, share_prefix=shares)
-        if skip:
-            computed = sum(int(micro["loss_mask"].any(1).sum()) for micro in micro_batches)
-            trainer.log_value("frac_rows_computed", computed / rows)
+        for micro in micro_batches:
+            micro["rows_dealt"] = rows / len(micro_batches)
     trim(micro_batches, left=trainer.trims_left, multiple=trainer.padded_multiple)
     if packed is None:
         return micro_batches
@@ -216,6 +216,12 @@ def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch]) -> list[M
     if train and not packed.proven:
         _prove(trainer, packed, micro_batches[0])
     return micro_batches
+
+
+def computed_rows(micro: MicroBatch) -> dict[str, Statistic]:
+    """`frac_rows_computed`: rows that are in the loss, over those that were dealt to a micro-batch on average."""
+    computed = micro["loss_mask"].any(1).sum().float()
+    return {"frac_rows_computed": Statistic("mean", computed, torch.full_like(computed, micro["rows_dealt"]))}
 
 
 def _prove(trainer: GRPOPlusTrainer, packed: PackedForward, micro: MicroBatch) -> None:
