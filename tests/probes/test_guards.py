@@ -1,13 +1,19 @@
 """Guards: the first value that is not finite is named, the step is not taken, on every process alike."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from toyrun import SeeLoss, fixed_rollout, letter_reward, logged, trainer, weights
 
 from trl_lossplus import LossBatch, LossSpec, compute_loss
-from trl_lossplus.diagnostics.guards import NonFiniteError, agree, bad_flags, first_bad
+from trl_lossplus.diagnostics.callback import LossDoctorCallback
+from trl_lossplus.diagnostics.doctor import diagnose
+from trl_lossplus.diagnostics.guards import ORDER, NonFiniteError, agree, bad_flags, first_bad
+from trl_lossplus.diagnostics.runlog import read_run
+from trl_lossplus.trainers.step_guard import StepGuard
 
 NAN, INF = float("nan"), float("inf")
 
@@ -104,6 +110,51 @@ def test_g2_raise_stops_before_the_optimizer_step(toy, tmp_path):
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 
+def test_a_run_that_is_stopped_says_so_in_its_log(toy, tmp_path):
+    """
+    The counts are the last line of the log (row 1 of 8, 1 to 6 tokens), for trackers and the doctor's callback; the log lies in the output
+    folder, where the doctor reads it, until the run is begun again.
+    """
+    doctor = LossDoctorCallback()
+    run = poisoned(toy, tmp_path, {2}, callbacks=[doctor])
+    with pytest.raises(NonFiniteError):
+        run.train()
+    assert logged(run, "nonfinite/advantages") == [0.0, 0.0, 1.0]  # one advantage a row
+    assert logged(run, "nonfinite/logps") == [0.0, 0.0, 0.0]
+    assert logged(run, "nonfinite/loss") == [0.0, 0.0, 1.0]
+    assert "nonfinite/values" not in run.state.log_history[0]
+    assert [finding.rule.id for finding in doctor.findings] == ["nonfinite_advantages"]
+    findings = diagnose(read_run(tmp_path))
+    assert [finding.rule.id for finding in findings if finding.severity == "error"] == ["nonfinite_advantages"]
+    assert "row 1, token 0" in findings[0].seen.text
+    again = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, max_steps=1)
+    again.train()
+    assert not (tmp_path / "stopped.json").exists()
+    assert not (tmp_path / "trainer_state.json").exists()
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_the_doctor(toy, tmp_path):
+    run = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout)
+    with pytest.raises(NonFiniteError):
+        run._guard.refuse_gradient(INF, 0, True)
+    (finding,) = diagnose(read_run(tmp_path))
+    assert finding.rule.id == "nan_logged"
+    assert "the norm of the gradient is inf" in finding.seen.text
+
+
+def test_finite_values_whose_sum_overflows_are_no_fault(toy, tmp_path):
+    """Two ratios of 3e38: each is finite. The sum, which is what is looked at first, is not; the step is taken."""
+    output = outputs()
+    large = replace(output, per_token={**output.per_token, "ratio": torch.full((2, 3), 3e38)})
+    assert bad_flags(large).sum() == 1
+    guard = StepGuard("raise", 1)
+    guard.see(large, {})
+    assert guard.found
+    guard.decide(True, Accelerator(cpu=True), 0, lambda mine: [mine], str)
+    assert guard.counts == {f"nonfinite/{name}": 0.0 for name in ORDER}
+    assert not guard.close()
+
+
 def test_skip_drops_the_step_and_goes_on(toy, tmp_path, caplog):
     """skip: the poisoned step changes no weight (Adam's momentum and weight decay included), is counted and said; others train."""
     run = poisoned(toy, tmp_path, {2}, nonfinite_policy="skip", weight_decay=0.1)
@@ -120,6 +171,7 @@ def test_skip_drops_the_step_and_goes_on(toy, tmp_path, caplog):
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(kept, kept[1:], strict=False)]
     assert same == [False, False, True, False, False, False]
     assert logged(run, "skipped_steps") == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert logged(run, "nonfinite/advantages") == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert sum("is dropped on every process" in record.message for record in caplog.records) == 1
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 

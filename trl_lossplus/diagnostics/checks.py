@@ -8,6 +8,7 @@ A check takes a `View` and the two ends of its rule's band, and returns what it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,13 +70,17 @@ def bad_steps(view: View, tensor: str) -> NDArray[np.bool_]:
     return np.zeros_like(dropped) if shown is None else shown & dropped
 
 
+def _stopped(stopped: dict[str, Any]) -> Seen:
+    return Seen(f"the run was stopped: {stopped['sentence'].rstrip('.')}", stopped["step"], stopped["step"])
+
+
 def nonfinite(tensor: str) -> Check:
     """A check for non-finite values in a tensor, unless an earlier one in the chain already held some by then."""
 
     def check(view: View, low: float, high: float) -> Seen | None:
         stopped = view.setting("stopped")
         if stopped is not None and stopped["tensor"] == tensor:
-            return Seen(f"the run was stopped: {stopped['sentence'].rstrip('.')}", stopped["step"], stopped["step"])
+            return _stopped(stopped)
         hits = bad_steps(view, tensor)
         if not hits.any():
             return None
@@ -122,6 +127,9 @@ def nan_logged(view: View, low: float, high: float) -> Seen | None:
     """Loss, gradient or their parts were logged as not finite: all that a run without our counts tells."""
     if any(bad_steps(view, tensor).any() for tensor in LATER):
         return None
+    stopped = view.setting("stopped")
+    if stopped is not None and stopped["tensor"] == "gradient":
+        return _stopped(stopped)
     gaps = {name: view.run.bad[name] for name in NAN_NAMES if name in view.run.bad}
     if view.setting("fp16"):
         gaps.pop("grad_norm", None)  # the gradient scaler looks for its scale by overflowing

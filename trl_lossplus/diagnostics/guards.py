@@ -73,6 +73,15 @@ def bad_flags(output: LossOutput) -> Tensor:
     return (~torch.isfinite(sums)).float()
 
 
+def bad_counts(outputs: Sequence[LossOutput]) -> dict[str, int]:
+    """How many values of each tensor that there is are not finite, over a process's micro-batches (of `loss`: how many of these)."""
+    counts: dict[str, int] = {}
+    for output in outputs:
+        for name, tensor in tensors_of(output).items():
+            counts[name] = counts.get(name, 0) + int((~torch.isfinite(tensor)).sum())
+    return counts
+
+
 def _cause(name: str, value: float, output: LossOutput, row: int, token: int) -> str:
     batch = output.inputs
     assert batch is not None
@@ -118,7 +127,7 @@ def first_bad(outputs: Sequence[LossOutput], rank: int) -> BadValue | None:
     return min(found, key=lambda bad: (ORDER.index(bad.tensor), bad.micro_batch), default=None)
 
 
-def agree(everyone: Sequence[BadValue | None]) -> BadValue:
-    """The first bad value over all processes: by tensor in `ORDER`, then by rank. Some process must have found one."""
+def agree(everyone: Sequence[BadValue | None]) -> BadValue | None:
+    """The first bad value over all processes: by tensor in `ORDER`, then by rank; None where no process found one."""
     present = [bad for bad in everyone if bad is not None]
-    return min(present, key=lambda bad: (ORDER.index(bad.tensor), bad.rank))
+    return min(present, key=lambda bad: (ORDER.index(bad.tensor), bad.rank), default=None)

@@ -11,7 +11,7 @@ import accelerate
 import torch
 import transformers
 import trl
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from .. import __version__
 from .checks import active_dropout
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "lossplus.json"
 STOPPED = "stopped.json"
+STATE = "trainer_state.json"
+
+
+def log_stop(trainer: GRPOPlusTrainer, counts: dict[str, float]) -> None:
+    """The last line of a run that the guard stops: `counts` reach the trackers and callbacks, and the log so far lies beside them."""
+    Trainer.log(trainer, {**counts})  # not TRL's, which would log what the step has gathered so far as a whole step's
+    if trainer.args.should_save:
+        trainer.state.save_to_json(str(Path(str(trainer.args.output_dir)) / STATE))
 
 
 class DescribeRun(TrainerCallback):
@@ -48,5 +56,7 @@ class DescribeRun(TrainerCallback):
             "is_on_policy": args.is_on_policy,
             "active_dropout": active_dropout(self.trainer.model),
         }
-        (folder / STOPPED).unlink(missing_ok=True)
+        if (folder / STOPPED).exists():
+            for name in (STOPPED, STATE):  # of the run that is begun again
+                (folder / name).unlink(missing_ok=True)
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))

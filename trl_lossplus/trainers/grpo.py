@@ -25,7 +25,7 @@ from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from . import layouts, minibatch, rollout
-from .callbacks import DescribeRun
+from .callbacks import DescribeRun, log_stop
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
 from .exchange import Exchange
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
@@ -113,7 +113,8 @@ class GRPOPlusTrainer(TRLSeam):
         self._exchange = Exchange(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.device)
         self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
         self._values: dict[str, float] = {}  # of the optimizer step, over all processes
-        self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, Path(str(args.output_dir)))
+        folder = Path(str(args.output_dir))
+        self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
         self.add_callback(DescribeRun(self))
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
@@ -372,6 +373,7 @@ class GRPOPlusTrainer(TRLSeam):
             write_snapshot(self, "step")
         values, self._values = {**self._values, **self._statistics[self.mode].close(self.accelerator.num_processes)}, {}
         train = self.mode == "train"
+        values |= self._guard.counts if train else {}
         if train and self._guard.close():
             self.model.zero_grad(set_to_none=True)  # an optimizer leaves parameters without a gradient as they are
         if train and self.args.nonfinite_policy == "skip":

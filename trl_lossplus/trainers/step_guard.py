@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..diagnostics.guards import NonFiniteError, agree, bad_flags, first_bad
+from ..diagnostics.guards import BadValue, NonFiniteError, agree, bad_counts, bad_flags, first_bad, tensors_of
 from ..loss import LossOutput
 from .minibatch import MicroBatch
 
@@ -26,10 +27,21 @@ class StepGuard:
 
     Args:
         policy: raise or skip. max_skips: steps in a row that may be dropped. folder: where `stopped.json` says why a run ended.
+        on_stop: called with `counts` on every process before a run is stopped.
+
+    Attributes:
+        counts: `nonfinite/TENSOR` of the step under way: how many values are not finite, on all processes.
     """
 
-    def __init__(self, policy: str, max_skips: int, folder: Path | None = None):
-        self.policy, self.max_skips, self.folder = policy, max_skips, folder
+    def __init__(
+        self,
+        policy: str,
+        max_skips: int,
+        folder: Path | None = None,
+        on_stop: Callable[[dict[str, float]], None] = lambda counts: None,
+    ):
+        self.policy, self.max_skips, self.folder, self.on_stop = policy, max_skips, folder, on_stop
+        self.counts: dict[str, float] = {}
         self.skipped = 0
         self._in_a_row = 0
         self._drop = False
@@ -68,20 +80,12 @@ class StepGuard:
         Raises:
             NonFiniteError: on every process alike, naming the first bad value; under skip after `max_skips` in a row.
         """
-        if not found:
+        agreed = self._first_of_all(found, accelerator, exchange, decode)
+        if agreed is None:
             self._in_a_row = self._in_a_row if self._gradient_was_bad else 0
             self._gradient_was_bad = False
             return
         on_bad()
-        bad = first_bad([output for output, _ in self._seen], accelerator.process_index)
-        if bad is not None:
-            inputs = self._seen[bad.micro_batch][1]
-            bad = replace(
-                bad,
-                prompt=decode(inputs["prompt_ids"][bad.row]),
-                completion=decode(inputs["completion_ids"][bad.row]),
-            )
-        agreed = agree(exchange(bad))
         sentence = agreed.sentence(step)
         self._in_a_row += 1
         if self.policy == "raise":
@@ -94,10 +98,31 @@ class StepGuard:
         if accelerator.is_main_process:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
 
+    def _first_of_all(
+        self, found: bool, accelerator: Accelerator, exchange: Callable[[Any], list[Any]], decode: Callable[[Tensor], str]
+    ) -> BadValue | None:
+        """The first bad value of all processes, with its texts; sets `counts`. None for finite values whose sum alone was too large."""
+        outputs = [output for output, _ in self._seen]
+        if not found:
+            self.counts = {f"nonfinite/{name}": 0.0 for name in tensors_of(outputs[0])}
+            return None
+        bad = first_bad(outputs, accelerator.process_index)
+        if bad is not None:
+            inputs = self._seen[bad.micro_batch][1]
+            prompt, completion = (decode(inputs[name][bad.row]) for name in ("prompt_ids", "completion_ids"))
+            bad = replace(bad, prompt=prompt, completion=completion)
+        everyone = exchange((bad, bad_counts(outputs)))
+        totals = Counter({name: 0 for name in tensors_of(outputs[0])})
+        for _, counts in everyone:
+            totals.update(counts)
+        self.counts = {f"nonfinite/{name}": float(count) for name, count in totals.items()}
+        return agree([one for one, _ in everyone])
+
     def _stop(self, step: int, tensor: str, sentence: str, is_main: bool) -> NoReturn:
         if is_main and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "stopped.json").write_text(json.dumps({"step": step, "tensor": tensor, "sentence": sentence}))
+        self.on_stop(self.counts)
         raise NonFiniteError(sentence)
 
     def refuse_gradient(self, norm: float, step: int, is_main: bool) -> None:
@@ -111,6 +136,7 @@ class StepGuard:
             f"step {step}: the norm of the gradient is {norm}, although every value that the loss read and gave is finite. Likely: an "
             "infinite slope in the objective, or an overflow of half precision in the backward pass."
         )
+        self.counts = {**self.counts, "nonfinite/gradient": 1.0}
         self._in_a_row += 1
         self._gradient_was_bad = True
         if self.policy == "raise" or self._in_a_row > self.max_skips:
