@@ -79,7 +79,7 @@ VALUES = {
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
     "snapshot_steps": ([3], {}),
-    "snapshot_on": ("nonfinite", {}),
+    "snapshot_on": (["nonfinite", "finding"], {}),
     "snapshot_dir": ("some/where", {}),
     "snapshot_rows": (64, {}),
 }
@@ -433,7 +433,11 @@ CONFLICTS = [
     ({"nonfinite_policy": "skipp"}, ["nonfinite_policy='skipp'", "Did you mean 'skip'"]),
     ({"nonfinite_max_skips": 0}, ["nonfinite_max_skips=0", ">= 1"]),
     ({"snapshot_rows": 0}, ["snapshot_rows=0", ">= 1"]),
-    ({"snapshot_on": "nonfinit"}, ["snapshot_on='nonfinit'", "Did you mean 'nonfinite'"]),
+    *(
+        ({"snapshot_on": wrong}, ["snapshot_on='nonfinit'", "Did you mean 'nonfinite'", "finding"])
+        for wrong in ("nonfinit", "finding,nonfinit", ["finding", "nonfinit"], ["finding, nonfinit"])
+    ),
+    *(({"snapshot_on": wrong}, [f"snapshot_on={word!r} is not known", "Allowed"]) for wrong, word in (("", ""), ([], ""), (True, True))),
     ({"nonfinite_policy": "skip", "fp16": True}, ["nonfinite_policy='skip'", "Set it to raise"]),
 ]  # fmt: skip
 

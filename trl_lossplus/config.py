@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from trl import GRPOConfig
 
-from .fieldtypes import INHERITED, own_kinds, read
+from .fieldtypes import INHERITED, own_kinds, read, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
@@ -23,7 +23,6 @@ OUR_CHOICES = {
     "microbatch_layout": ("padded", "packed", "shared_prefix", "auto"),
     "probes": ("off", "summary", "full"),
     "nonfinite_policy": ("raise", "skip"),
-    "snapshot_on": (None, "nonfinite"),
     "resample_exhausted": ("keep", "raise"),
 }
 
@@ -173,7 +172,10 @@ class GRPOPlusConfig(GRPOConfig):
     nonfinite_max_skips: int = option("nonfinite_policy=skip: how many steps in a row may be dropped.", 3)
 
     snapshot_steps: list[int] | None = option("Optimizer steps, counted from 0, of which a snapshot is written.")
-    snapshot_on: str | None = option("nonfinite: also of a step in which something is not finite. None: not.")
+    snapshot_on: list[str] | None = option(
+        "What else a snapshot is written of, one or both: nonfinite (a step in which something is not finite), finding (the step at which "
+        "LossDoctorCallback, there without being asked for, finds something new; once a finding, 8 a run). None: nothing."
+    )
     snapshot_dir: str | None = option("Where snapshots are written. None: snapshots/ in output_dir.")
     snapshot_rows: int = option("Rows of a step that a snapshot keeps a process; the rest is left out, and counted in it.", 512)
 
@@ -208,6 +210,7 @@ class GRPOPlusConfig(GRPOConfig):
         for name in ("nonfinite_max_skips", "snapshot_rows", "resample_max_tries"):
             if getattr(self, name) < 1:
                 raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= 1.")
+        self.snapshot_on = words("snapshot_on", self.snapshot_on, ("nonfinite", "finding"))
         self._check_skip()
         spec = self.loss_spec()
         super().__post_init__()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from .functional.errors import LossPlusError
+from .functional.errors import LossPlusError, unknown_name
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 # TRL's and transformers' fields that the loss and the schedule are worked out from: (kind, may be None, least value).
@@ -70,3 +71,24 @@ def read(name: str, value: Any, kind: type, optional: bool, least: float | None 
     if least is not None and number < least:
         raise LossPlusError(f"{name}={value!r} is out of range: it must be {'> 0' if least == 1e-9 else f'>= {least:g}'}.")
     return number
+
+
+def words(name: str, value: Any, allowed: Sequence[str]) -> list[str] | None:
+    """
+    A field that holds one or several of `allowed`: a list, a text with commas, or a list of such texts (as the command line gives it).
+
+    Raises:
+        LossPlusError: a word that is not allowed, or none at all.
+    """
+    if value is None:
+        return None
+    parts = value if isinstance(value, list | tuple) else [value]
+    found = list(dict.fromkeys(word.strip() if isinstance(word, str) else word for part in parts for word in _split(part)))
+    for word in found or [""]:
+        if word not in allowed:
+            raise unknown_name(name, word, allowed)
+    return found
+
+
+def _split(part: Any) -> list[Any]:
+    return part.split(",") if isinstance(part, str) else [part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +34,8 @@ class LossDoctorCallback(TrainerCallback):
 
     Attributes:
         findings: what was found so far, in the order in which it was found.
+        on_findings: called with what is found at a logged step, on every process alike (they log the same numbers); None: only the main
+            process looks.
     """
 
     def __init__(self, least: str = "warning", keep: int = 4000):
@@ -40,6 +43,7 @@ class LossDoctorCallback(TrainerCallback):
             raise ValueError(f"least={least!r}: it must be one of {', '.join(SEVERITIES)}.")
         self.least, self.keep = SEVERITIES.index(least), keep
         self.findings: list[Finding] = []
+        self.on_findings: Callable[[list[Finding]], None] | None = None
         self._told: dict[str, int] = {}
         self._entries: list[dict[str, Any]] = []
         self._next = FIRST
@@ -69,30 +73,42 @@ class LossDoctorCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Takes in one logged step."""
-        if not logs or not state.is_world_process_zero or not self._is_training({"step": 0, **logs}):
+        if not logs or not self._looks(state) or not self._is_training({"step": 0, **logs}):
             return
         self._entries.append(self._kept(logs, state.global_step))
         if len(self._entries) > self.keep:
             self._entries = [*self._entries[: self.keep // 2 : 2], *self._entries[self.keep // 2 :]]
-        self._judge(self._entries[-1:], EVENTS)
+        found = self._judge(self._entries[-1:], EVENTS, state)
         if len(self._entries) >= self._next:
             self._next = len(self._entries) + max(5, len(self._entries) // 4)
             self._next = min(self._next, self.keep)
-            self._judge(self._entries, RULES)
+            found += self._judge(self._entries, RULES, state)
+        self._hand_on(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judges the whole run."""
-        if state.is_world_process_zero and self._entries:
-            self._judge(self._entries, RULES)
+        if self._looks(state) and self._entries:
+            self._hand_on(self._judge(self._entries, RULES, state))
 
-    def _judge(self, entries: list[dict[str, Any]], rules: tuple[Any, ...]) -> None:
+    def _looks(self, state: Any) -> bool:
+        return state.is_world_process_zero or self.on_findings is not None
+
+    def _hand_on(self, found: list[Finding]) -> None:
+        if found and self.on_findings is not None:
+            self.on_findings(found)
+
+    def _judge(self, entries: list[dict[str, Any]], rules: tuple[Any, ...], state: Any) -> list[Finding]:
         run = RunLog("", "", "trl-lossplus", *columns_of(entries), settings=self._settings)
         if not np.size(run.steps):
-            return
+            return []
+        new = []
         for finding in apply(View(run), rules):
             rank = SEVERITIES.index(finding.severity)
             if rank < self.least or rank <= self._told.get(finding.rule.id, -1):
                 continue
             self._told[finding.rule.id] = rank  # again only if it gets worse
-            self.findings.append(finding)
-            logger.log(logging.WARNING if rank < 2 else logging.ERROR, "loss doctor: %s", line(finding))
+            new.append(finding)
+            if state.is_world_process_zero:
+                logger.log(logging.WARNING if rank < 2 else logging.ERROR, "loss doctor: %s", line(finding))
+        self.findings += new
+        return new

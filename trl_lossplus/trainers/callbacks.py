@@ -1,4 +1,4 @@
-"""Callbacks of ours: what describes a run on disk."""
+"""Callbacks of ours: which there are, and what describes a run on disk."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from .. import __version__
 from .checks import active_dropout
+from .step_snapshot import SnapshotOnFinding
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -60,3 +61,9 @@ class DescribeRun(TrainerCallback):
             for name in (STOPPED, STATE):  # of the run that is begun again
                 (folder / name).unlink(missing_ok=True)
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))
+
+
+def add_own(trainer: GRPOPlusTrainer) -> None:
+    """Gives a trainer the callbacks that come with it."""
+    for callback in (DescribeRun(trainer), SnapshotOnFinding(trainer)):
+        trainer.add_callback(callback)

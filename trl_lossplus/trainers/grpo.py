@@ -25,7 +25,7 @@ from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from . import layouts, minibatch, rollout
-from .callbacks import DescribeRun, log_stop
+from .callbacks import add_own, log_stop
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
 from .exchange import Exchange
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
@@ -115,7 +115,7 @@ class GRPOPlusTrainer(TRLSeam):
         self._values: dict[str, float] = {}  # of the optimizer step, over all processes
         folder = Path(str(args.output_dir))
         self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
-        self.add_callback(DescribeRun(self))
+        add_own(self)
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
         self._warned_of_no_signal = False
@@ -323,6 +323,11 @@ class GRPOPlusTrainer(TRLSeam):
     def step_under_way(self) -> list[tuple[LossOutput, MicroBatch]]:
         """What the loss gave and read in this optimizer step so far, by micro-batch."""
         return self._guard.step
+
+    @property
+    def last_step(self) -> list[tuple[LossOutput, MicroBatch]]:
+        """The same of the optimizer step that was taken last."""
+        return self._guard.last
 
     def loss_table(self, rows: int = 5) -> list[dict[str, Any]]:
         """The rows of the last optimizer step with the largest and the smallest policy loss, prompt and completion beside them."""
