@@ -78,6 +78,7 @@ VALUES = {
     "skip_still_rows": (True, {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
+    "loss_table_rows": (2, {}),
     "snapshot_steps": ([3], {}),
     "snapshot_on": (["nonfinite", "finding"], {}),
     "snapshot_dir": ("some/where", {}),
@@ -433,6 +434,7 @@ CONFLICTS = [
     ({"nonfinite_policy": "skipp"}, ["nonfinite_policy='skipp'", "Did you mean 'skip'"]),
     ({"nonfinite_max_skips": 0}, ["nonfinite_max_skips=0", ">= 1"]),
     ({"snapshot_rows": 0}, ["snapshot_rows=0", ">= 1"]),
+    ({"loss_table_rows": -1}, ["loss_table_rows=-1", ">= 0"]),
     *(
         ({"snapshot_on": wrong}, ["snapshot_on='nonfinit'", "Did you mean 'nonfinite'", "finding"])
         for wrong in ("nonfinit", "finding,nonfinit", ["finding", "nonfinit"], ["finding, nonfinit"])

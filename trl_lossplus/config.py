@@ -171,6 +171,11 @@ class GRPOPlusConfig(GRPOConfig):
     )
     nonfinite_max_skips: int = option("nonfinite_policy=skip: how many steps in a row may be dropped.", 3)
 
+    loss_table_rows: int = option(
+        "So many rows with the largest policy loss and as many with the smallest are written to loss_table.jsonl in output_dir at each "
+        "logged step, with prompt, completion and terms. 0: none.",
+        0,
+    )
     snapshot_steps: list[int] | None = option("Optimizer steps, counted from 0, of which a snapshot is written.")
     snapshot_on: list[str] | None = option(
         "What else a snapshot is written of, one or both: nonfinite (a step in which something is not finite), finding (the step at which "
@@ -207,9 +212,9 @@ class GRPOPlusConfig(GRPOConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        for name in ("nonfinite_max_skips", "snapshot_rows", "resample_max_tries"):
-            if getattr(self, name) < 1:
-                raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= 1.")
+        for name, least in {"nonfinite_max_skips": 1, "snapshot_rows": 1, "resample_max_tries": 1, "loss_table_rows": 0}.items():
+            if getattr(self, name) < least:
+                raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= {least}.")
         self.snapshot_on = words("snapshot_on", self.snapshot_on, ("nonfinite", "finding"))
         self._check_skip()
         spec = self.loss_spec()

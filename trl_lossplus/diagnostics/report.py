@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -167,12 +168,34 @@ def sample_completions(run: RunLog, rows: int = 3) -> list[tuple[int, list[dict[
     return found
 
 
-def _completions(run: RunLog, index: int, several: bool) -> Iterator[str]:
-    samples = sample_completions(run)
+def loss_rows(run: RunLog) -> list[tuple[int, list[dict[str, Any]]]]:
+    """
+    What `loss_table_rows` wrote at the first, middle and last step: (step, rows), largest policy loss first.
+
+    Empty where it was 0; lines that cannot be read are left out.
+    """
+    steps: dict[int, list[dict[str, Any]]] = {}
+    try:
+        lines = (run.folder / "loss_table.jsonl").read_text(encoding="utf-8").splitlines() if run.folder is not None else []
+    except (OSError, UnicodeDecodeError):
+        return []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            steps.setdefault(int(row["step"]), []).append({"prompt": "", "completion": "", **row})
+        except (ValueError, KeyError, TypeError):
+            continue
+    numbers = sorted(steps)
+    chosen = dict.fromkeys([numbers[0], numbers[len(numbers) // 2], numbers[-1]]) if numbers else {}
+    return [(number, steps[number]) for number in chosen]
+
+
+def _texts(kind: str, title: str, samples: list[tuple[int, list[dict[str, Any]]]]) -> Iterator[str]:
+    """A section with a table of rows of text and numbers, by step."""
     if not samples:
         return
     columns = [name for name in samples[0][1][0] if name not in ("step", "prompt", "completion")]
-    yield f'<section class="completions"><h2>{_mark(index, several)}Completions at the start, middle and end</h2><div class="wide"><table>'
+    yield f'<section class="{kind}"><h2>{title}</h2><div class="wide"><table>'
     yield f"<thead><tr><th>step</th><th>prompt</th><th>completion</th>{''.join(f'<th>{escape(c)}</th>' for c in columns)}</tr></thead><tbody>"
     for step, rows in samples:
         for row in rows:
@@ -180,6 +203,12 @@ def _completions(run: RunLog, index: int, several: bool) -> Iterator[str]:
             texts = (f'<td class="text" data-name="{name}">{escape(_plain(row[name]))}</td>' for name in ("prompt", "completion"))
             yield f'<tr><td data-name="step">{step}</td>{"".join(texts)}{cells}</tr>'
     yield "</tbody></table></div></section>"
+
+
+def _completions(run: RunLog, index: int, several: bool) -> Iterator[str]:
+    mark = _mark(index, several)
+    yield from _texts("completions", f"{mark}Completions at the start, middle and end", sample_completions(run))
+    yield from _texts("completions losstable", f"{mark}Rows with the largest and the smallest policy loss", loss_rows(run))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from .. import __version__
 from .checks import active_dropout
+from .loss_table import LogLossTable
 from .step_snapshot import SnapshotOnFinding
 
 if TYPE_CHECKING:
@@ -65,5 +66,5 @@ class DescribeRun(TrainerCallback):
 
 def add_own(trainer: GRPOPlusTrainer) -> None:
     """Gives a trainer the callbacks that come with it."""
-    for callback in (DescribeRun(trainer), SnapshotOnFinding(trainer)):
+    for callback in (DescribeRun(trainer), SnapshotOnFinding(trainer), LogLossTable(trainer)):
         trainer.add_callback(callback)

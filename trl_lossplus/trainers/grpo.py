@@ -29,10 +29,11 @@ from .callbacks import add_own, log_stop
 from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
 from .exchange import Exchange
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
+from .loss_table import loss_table
 from .minibatch import MicroBatch
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .resample import Resampler
-from .step_guard import StepGuard, loss_table
+from .step_guard import StepGuard
 from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
 from .trl_seam import TRLSeam
@@ -331,7 +332,7 @@ class GRPOPlusTrainer(TRLSeam):
 
     def loss_table(self, rows: int = 5) -> list[dict[str, Any]]:
         """The rows of the last optimizer step with the largest and the smallest policy loss, prompt and completion beside them."""
-        return loss_table(self._guard, self.decode, rows)
+        return loss_table(self._guard.last, self.decode, rows)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As TRL; after an optimizer step's last backward pass its statistics are logged."""

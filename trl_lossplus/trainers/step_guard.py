@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -155,33 +154,3 @@ class StepGuard:
         drop, self._drop = self._drop, False
         self.last, self._seen, self._flags = self._seen, [], None
         return drop
-
-
-def loss_table(guard: StepGuard, decode: Callable[[Tensor], str], rows: int = 5) -> list[dict[str, Any]]:
-    """
-    The rows of the last optimizer step on this process with the largest and the smallest policy loss.
-
-    Args:
-        rows: how many of each.
-
-    Returns:
-        One dictionary a row: prompt, completion, tokens, advantage, and the mean over its tokens of policy, kl, entropy, value, log_ratio.
-        Worst first.
-    """
-    table = []
-    for output, inputs in guard.last:
-        assert output.inputs is not None
-        mask = output.inputs.mask
-        lengths = mask.sum(1).clamp(min=1)
-        means = {name: torch.where(mask, x.expand(mask.shape), 0).sum(1) / lengths for name, x in output.per_token.items()}
-        means["advantage"] = torch.where(mask, output.inputs.advantages.expand(mask.shape), 0).sum(1) / lengths
-        for i in range(len(mask)):
-            entry: dict[str, Any] = {name: float(mean[i]) for name, mean in means.items()}
-            entry |= {
-                "tokens": int(mask[i].sum()),
-                "prompt": decode(inputs["prompt_ids"][i]),
-                "completion": decode(inputs["completion_ids"][i]),
-            }
-            table.append(entry)
-    table.sort(key=lambda entry: -entry["policy"])
-    return table if len(table) <= 2 * rows else table[:rows] + table[-rows:]
