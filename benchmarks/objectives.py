@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trl_lossplus import LossBatch, LossSpec, Window, compute_loss
 from trl_lossplus.batch import DeclaredView
+from trl_lossplus.over_step import over_step
 from trl_lossplus.registry import POLICY_LOSSES
 
 
@@ -44,13 +45,13 @@ def tensors(rows: int, length: int) -> dict[str, Tensor]:
 def once(name: str, batch: dict[str, Tensor], whole: bool) -> Callable[[], float]:
     """A function that computes the loss and its gradient once and returns the CPU seconds."""
     entry, spec = POLICY_LOSSES.get(name), LossSpec(policy_loss=name)
-    selected = entry.select(batch["logps"], batch["advantages"], batch["mask"], spec) if entry.select else None
+    made = over_step(LossBatch(**batch).clean(), spec)
     window = Window(int(batch["mask"].sum()), len(batch["mask"]))
 
     def run() -> float:
         logps = batch["logps"].clone().requires_grad_()
         start = time.process_time()
-        own = LossBatch(**{**batch, "logps": logps}, selected_tokens=selected)
+        own = LossBatch(**{**batch, "logps": logps}, **made)
         if whole:
             loss = compute_loss(own, spec, window).loss
         else:

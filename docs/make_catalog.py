@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trl_lossplus import LossBatch, LossSpec
 from trl_lossplus.catalog import markdown
+from trl_lossplus.over_step import over_step
 from trl_lossplus.registry import POLICY_LOSSES
 
 HERE = Path(__file__).parent
@@ -47,7 +49,10 @@ def curve(name: str, advantage: float) -> tuple[Tensor, Tensor]:
         group_ids=torch.arange(n).repeat(2),
         selected_tokens=torch.full((2 * n, 1), name == "kl_cov"),
     )
-    loss = entry.func(batch.clean(), LossSpec(policy_loss=name)).per_token[:n, 0]
+    spec = LossSpec(policy_loss=name)
+    batch = batch.clean()
+    batch = replace(batch, **({"row_terms": over_step(batch, spec)["row_terms"]} if "row_terms" in entry.requires else {}))
+    loss = entry.func(batch, spec).per_token[:n, 0]
     (gradient,) = torch.autograd.grad(loss.sum(), logps)
     return loss.detach(), gradient[:n, 0]
 

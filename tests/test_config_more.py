@@ -44,18 +44,16 @@ VALUES = {
     "handle_zero_tail": (True, {"advantage_estimator": "optimal_token_baseline"}),
     "rollout_rs": ("token_k2", {"policy_loss": "rollout_is", "rollout_rs_threshold": "0.1"}),
     "rollout_rs_threshold": ("0.5_2.0", {"policy_loss": "rollout_is", "rollout_rs": "token_k1"}),
-    "rollout_is_batch_normalize": (True, {}),
+    "rollout_is_batch_normalize": (True, {"rollout_is_correction": True}),
 }
 
 
-NOT_WIRED = frozenset({"rollout_rs", "rollout_is_batch_normalize", "whole_groups", "select"})
 NOT_SUPPLIED = frozenset({"lengths", "reward_baselines", "sum_pi_squared"})
 
 
 @pytest.fixture
 def wired(monkeypatch):
-    """A trainer that acts on everything, with micro-batches of whole groups."""
-    monkeypatch.setattr(GRPOPlusConfig, "not_wired", frozenset())
+    """A trainer that supplies everything."""
     monkeypatch.setattr(GRPOPlusConfig, "not_supplied", GRPOPlusConfig.not_supplied - NOT_SUPPLIED)
 
 
@@ -116,12 +114,12 @@ def test_numbers_as_thresholds():
     assert spec.rollout_rs_threshold == "0.1"
 
 
+MISALIGNED = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
 REFUSED = [
-    ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k1'", "does not act on it"]),
-    ({"rollout_is_batch_normalize": True}, ["rollout_is_batch_normalize=True", "does not act on it"]),
-    ({"policy_loss": "real"}, ["policy_loss='real'", "whole groups", "per_device_train_batch_size=8", "(yet)"]),
-    ({"policy_loss": "kl_cov", "gradient_accumulation_steps": 2}, ["policy_loss='kl_cov'", "whole optimizer step", "(now 2)"]),
-    ({"policy_loss": "clip_cov", "gradient_accumulation_steps": 4}, ["policy_loss='clip_cov'", "to 1"]),
+    ({"rollout_is_batch_normalize": True}, ["rollout_is_batch_normalize=True", "Set rollout_is_correction=True"]),
+    ({"policy_loss": "real", "steps_per_generation": 2}, ["policy_loss='real'", "whole rollout", "num_iterations"]),
+    ({"policy_loss": "kl_cov", **MISALIGNED}, ["policy_loss='kl_cov'", "a whole optimizer step", "steps_per_generation (3)"]),
+    ({"policy_loss": "clip_cov", **MISALIGNED}, ["policy_loss='clip_cov'", "gradient_accumulation_steps (2)"]),
     ({"advantage_estimator": "opo"}, ["advantage_estimator (opo)", "lengths (B,)", "does not make it"]),
     ({"advantage_estimator": "remax"}, ["advantage_estimator (remax)", "reward_baselines (B,)", "greedy completion"]),
     ({"advantage_estimator": "optimal_token_baseline"}, ["advantage_estimator (optimal_token_baseline)", "sum_pi_squared (B, T)"]),
@@ -138,20 +136,11 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
 def test_refused(fields, words, monkeypatch):
     """What a trainer cannot feed, or nothing reads: named with its value and the remedy (here of one that does the least)."""
-    monkeypatch.setattr(GRPOPlusConfig, "not_wired", NOT_WIRED)
     monkeypatch.setattr(GRPOPlusConfig, "not_supplied", GRPOPlusConfig.not_supplied | NOT_SUPPLIED)
     with pytest.raises(LossPlusError) as error:
         make(**fields)
     for word in words:
         assert word in str(error.value), str(error.value)
-
-
-@pytest.mark.usefixtures("wired")
-def test_whole_groups():
-    """per_device_train_batch_size must hold whole groups, also where the trainer keeps them together."""
-    assert make(policy_loss="real", per_device_train_batch_size=16, num_generations=8).loss_spec().policy_loss == "real"
-    with pytest.raises(LossPlusError, match="per_device_train_batch_size=4 must be a multiple of num_generations"):
-        make(policy_loss="real", per_device_train_batch_size=4, num_generations=8, gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())

@@ -11,7 +11,16 @@ FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 SEAM = "trainers/trl_seam.py"
 # Ranks: a module imports from lower ranks (or its own package) alone. functional < registry, batch, spec < loss < the rest.
-RANKS = {"functional": 0, "registry": 1, "objectives": 2, "objectives_more": 2, "estimators": 2, "batch": 2, "spec": 2}
+RANKS = {
+    "functional": 0,
+    "registry": 1,
+    "objectives": 2,
+    "objectives_more": 2,
+    "estimators": 2,
+    "batch": 2,
+    "spec": 2,
+    "over_step": 2,
+}
 RANKS |= {"kl_control": 2, "loss": 3}
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from .functional.errors import LossPlusError
 from .functional.masking import select
 from .functional.policy import log_ratio
-from .registry import ALWAYS, TENSORS
+from .registry import ALWAYS, STEP_TENSORS, TENSORS
 
 ROW_BROADCAST = {"advantages", "rollout_weights"}  # may be (B, 1)
-OPTIONAL = {"old_logps", "rollout_weights", "token_weights", "selected_tokens"}  # None has a meaning of its own
+OPTIONAL = {"old_logps", "rollout_weights", "token_weights", "row_ids", *STEP_TENSORS}  # None has a meaning of its own
+IDS = {"group_ids", "row_ids"}  # (B,) integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +36,10 @@ class LossBatch:
         group_ids: (B,) integers, one id a prompt.
         kl_mask: (B, 1) or (B, T) bool, where the KL term acts; None: everywhere.
         entropy_mask: (B, T) bool, the high-entropy tokens, when they were selected over more than this batch.
-        selected_tokens: (B, T) bool, the tokens that clip_cov or kl_cov treat apart, chosen over the whole optimizer step by the
-            objective's `select` (see `registry.Entry`); None: this batch is the whole step, and they are chosen from it.
+        selected_tokens: (B, T) bool, the tokens that clip_cov or kl_cov treat apart; row_terms: (B, K), what real needs of a row's
+            group. Both are made over the whole optimizer step by the objective's `over_step` (see `registry.Entry`); None: this batch
+            is the whole step.
+        row_ids: (B,) integers, one id a completion, by which a draw among tokens tells them apart; None: by their log-probs.
     """
 
     logps: Tensor
@@ -55,6 +58,8 @@ class LossBatch:
     kl_mask: Tensor | None = None
     entropy_mask: Tensor | None = None
     selected_tokens: Tensor | None = None
+    row_terms: Tensor | None = None
+    row_ids: Tensor | None = None
 
     def validate(self, required: Iterable[str] = ()) -> None:
         """
@@ -75,7 +80,9 @@ class LossBatch:
             tensor = getattr(self, item.name)
             if tensor is None:
                 continue
-            allowed: list[tuple[int, ...]] = [(rows,)] if item.name == "group_ids" else [(rows, length)]
+            allowed: list[tuple[int, ...]] = [(rows,)] if item.name in IDS else [(rows, length)]
+            if item.name == "row_terms":
+                allowed = [(rows, tensor.shape[-1])]
             if item.name in ROW_BROADCAST or item.name == "kl_mask":
                 allowed.append((rows, 1))
             if item.name == "advantages":
@@ -97,10 +104,10 @@ class LossBatch:
         row = self.mask.any(-1, keepdim=True)
         for item in fields(self):
             tensor = getattr(self, item.name)
-            if tensor is None or tensor.dtype == torch.bool or item.name == "group_ids":
+            if tensor is None or tensor.dtype == torch.bool or item.name in IDS:
                 continue
             tensor = tensor.unsqueeze(-1) if tensor.dim() == 1 else tensor
-            valid = self.mask if tensor.shape == self.mask.shape else row
+            valid = self.mask if tensor.shape == self.mask.shape and item.name != "row_terms" else row
             filled[item.name] = select(tensor.float(), valid)
         if self.rollout_weights is not None:
             weights = self.rollout_weights.float()

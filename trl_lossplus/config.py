@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from trl import GRPOConfig
 
+from .config_checks import check_correction, check_steps, check_windows
 from .fieldtypes import INHERITED, own_kinds, read, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
@@ -95,14 +96,21 @@ class GRPOPlusConfig(GRPOConfig):
         "advantage_estimator optimal_token_baseline: no baseline where the longest completion of a group goes on alone.", False
     )
     rollout_rs: str | None = option(
-        "Rejection of tokens on which sampler and policy differ, by one statistic or several with commas: token_k1, token_k2, token_k3, "
+        "Rejection of tokens on which sampler and policy differ: they leave the loss and its normalizer. One statistic or several with commas: token_k1, token_k2, token_k3, "
         "seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3. None: no rejection."
     )
     rollout_rs_threshold: str | None = option(
         "A threshold for each statistic of rollout_rs, or one for all, with commas: the largest value kept; for k1 the bounds of the "
         "ratio pi_old / pi_sampler as low_high (in quotes in YAML), or one number u for 1/u to u."
     )
-    rollout_is_batch_normalize: bool = option("Divide the rollout importance weights by their mean over the rollout.", False)
+    rollout_is_correction: bool = option(
+        "Importance weights pi_old / pi_sampler also against the log-probs that a rollout_func returns; vllm_importance_sampling_mode, _clip_min "
+        "and _clip_max say how, and with use_vllm vllm_importance_sampling_correction whether.",
+        False,
+    )
+    rollout_is_batch_normalize: bool = option(
+        "Divide the rollout importance weights by their mean over the rollout's tokens (rows) on all processes.", False
+    )
     loss_aggregation: str | None = option(
         f"From per-token losses to one number: {', '.join(CHOICES['loss_aggregation'])}. None: from loss_type or the objective."
     )
@@ -186,8 +194,6 @@ class GRPOPlusConfig(GRPOConfig):
 
     default_estimator = "grpo"
     not_supplied = frozenset({"values", "old_values", "returns", "lengths", "reward_baselines", "sum_pi_squared"})
-    # What the trainer does not act on yet: fields, and traits of objectives.
-    not_wired = frozenset({"rollout_rs", "rollout_is_batch_normalize", "whole_groups", "select"})
 
     def _read_types(self) -> None:
         """Numbers and booleans as such, whatever form they came in. Raises LossPlusError for what is none."""
@@ -220,8 +226,8 @@ class GRPOPlusConfig(GRPOConfig):
         spec = self.loss_spec()
         super().__post_init__()
         self._check_skip()
-        self._check_windows(spec)
-        self._check_micro_batches(spec)
+        check_windows(self, spec)
+        check_steps(self, spec)
         if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:
             raise LossPlusError(
                 f"kl_horizon={spec.kl_horizon:g} is too short for rollouts of {self.generation_batch_size} completions: the coefficient "
@@ -253,6 +259,7 @@ class GRPOPlusConfig(GRPOConfig):
             **self.critic_values(),
         )
         self._check_reads(spec)
+        check_correction(self, spec)
         self._check_supply(spec)
         return spec
 
@@ -300,44 +307,6 @@ class GRPOPlusConfig(GRPOConfig):
                 f"{', '.join(sorted(readers[tensor]))} reads {tensor} {shape}, made by {maker}; a {type(self).__name__} has "
                 f"no such thing. {remedy}"
             )
-        entry = POLICY_LOSSES.get(spec.policy_loss)
-        for name in ("rollout_rs", "rollout_is_batch_normalize"):
-            if getattr(spec, name) and name in self.not_wired and name not in entry.options:
-                raise LossPlusError(f"{name}={getattr(spec, name)!r}: {type(self).__name__}'s trainer does not act on it (yet).")
-
-    def _check_micro_batches(self, spec: LossSpec) -> None:
-        """What an objective needs of the micro-batches: whole groups, or the whole optimizer step."""
-        entry = POLICY_LOSSES.get(spec.policy_loss)
-        apart = "whole_groups" in self.not_wired
-        if "whole_groups" in entry.traits and (apart or self.per_device_train_batch_size % cast(int, self.num_generations)):
-            raise LossPlusError(
-                f"policy_loss={spec.policy_loss!r} compares the completions of a prompt inside the loss, so every micro-batch must hold "
-                f"whole groups: per_device_train_batch_size={self.per_device_train_batch_size} must be a multiple of num_generations "
-                f"({self.num_generations}), and the trainer must keep groups together"
-                + (", which this one does not (yet)." if apart else ".")
-            )
-        split = self.gradient_accumulation_steps > 1 or self.world_size > 1
-        if entry.select is not None and "select" in self.not_wired and split:
-            raise LossPlusError(
-                f"policy_loss={spec.policy_loss!r} chooses tokens over the whole optimizer step, and this trainer hands the loss one "
-                f"micro-batch at a time: set gradient_accumulation_steps (now {self.gradient_accumulation_steps}) to 1, and use one "
-                f"process (now {self.world_size})."
-            )
-
-    def _check_windows(self, spec: LossSpec) -> None:
-        """What only whole optimizer-step windows can do."""
-        if self.windows_are_exact:
-            return
-        for name, value, asked in (
-            ("advantage_normalization", "learner", spec.advantage_normalization == "learner"),
-            ("loss_aggregation", "prompt_mean", spec.loss_aggregation == "prompt_mean"),
-        ):
-            if asked:
-                raise LossPlusError(
-                    f"{name}={value!r} needs steps_per_generation ({self.steps_per_generation}) to be a multiple of "
-                    f"gradient_accumulation_steps ({self.gradient_accumulation_steps}), so that each optimizer step is "
-                    "known when the rollout is cut."
-                )
 
     @property
     def micro_batches_per_rollout(self) -> int:

@@ -68,7 +68,7 @@ register_advantage_estimator(
 register_advantage_estimator(
     "reinforce_plus_plus",
     options={"gamma"},
-    traits={"token_level", "whitened"},
+    traits={"token_level", "reward_to_go", "whitened"},
     formula="sum over s >= t of gamma^(s - t) r_s, whitened over the rollout's tokens",
     source="REINFORCE++, arXiv 2501.03262",
 )(base.reinforce_plus_plus)
@@ -83,7 +83,7 @@ register_advantage_estimator(
     "remax",
     requires={"reward_baselines"},
     options={"gamma"},
-    traits={"token_level"},
+    traits={"token_level", "reward_to_go"},
     formula="sum over s >= t of gamma^(s - t) r_s, less the reward of the prompt's greedy completion",
     source="ReMax, arXiv 2310.10505",
 )(base.remax)

@@ -18,6 +18,7 @@ from .functional.masking import masked_mean, masked_sum, row_means, select
 from .functional.policy import PolicyTerm, off_policy_keep
 from .functional.value import value_loss
 from .objectives import importance_ratio
+from .over_step import completed
 from .registry import POLICY_LOSSES
 from .spec import LossSpec
 
@@ -202,7 +203,7 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
         LossPlusError: a tensor that the spec reads is missing or has the wrong shape; a user's loss that breaks its contract.
     """
     batch.validate(spec.required())
-    batch = batch.clean()
+    batch = completed(batch.clean(), spec)
     mask = batch.mask
     entropy_mask = None if batch.entropy_mask is None else batch.entropy_mask & mask
     if spec.top_entropy_quantile < 1.0 and entropy_mask is None:

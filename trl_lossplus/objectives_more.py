@@ -25,6 +25,7 @@ BOUNDS = {"is_ratio_min", "is_ratio_max", "log_ratio_clamp"}
 DPPO = {"epsilon", "epsilon_high", "dppo_ratio_max", "log_ratio_clamp"}
 REJECTS = {"rollout_rs", "rollout_rs_threshold"}
 SAMPLER = {"advantages", "rollout_logps"}
+CHOICE = {"row_ids", "selected_tokens"}
 
 
 @register_policy_loss(
@@ -216,49 +217,56 @@ def dro(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     return credit.dro(batch.log_ratio(spec.log_ratio_clamp), batch.advantages, batch.logps, beta=spec.dro_beta)
 
 
-def _chosen_clip_cov(logps: Tensor, advantages: Tensor, mask: Tensor, spec: LossSpec, exclude: Tensor | None = None) -> Tensor:
-    bounds = {"ratio": spec.clip_cov_ratio, "low": spec.clip_cov_min, "high": spec.clip_cov_max}
-    return cov.clip_cov_tokens(logps, advantages, mask, seed=spec.cov_seed, exclude=exclude, **bounds)
+def _chosen_clip_cov(batch: LossBatch, spec: LossSpec) -> dict[str, Tensor]:
+    ratio, a = batch.ratio(spec.log_ratio_clamp), batch.advantages
+    clipped = ((a > 0) & (ratio > 1 + spec.clip_high)) | ((a < 0) & (ratio < 1 - spec.epsilon))
+    bounds = {"ratio": spec.clip_cov_ratio, "low": spec.clip_cov_min, "high": spec.clip_cov_max, "seed": spec.cov_seed}
+    chosen = cov.clip_cov_tokens(batch.logps, a, batch.mask, row_ids=batch.row_ids, exclude=clipped, **bounds)  # type: ignore[arg-type]
+    return {"selected_tokens": chosen}
 
 
 @register_policy_loss(
     "clip_cov",
-    requires=RATIO | {"selected_tokens"},
+    requires=RATIO | CHOICE,
     options={"epsilon", "epsilon_high", "clip_cov_ratio", "clip_cov_min", "clip_cov_max", "cov_seed", "log_ratio_clamp"},
     traits={"gradient_at_one"},
-    select=_chosen_clip_cov,
+    over_step=_chosen_clip_cov,
     formula="-min(r A, clip(r) A), 0 on a drawn clip_cov_ratio of the tokens with clip_cov_min < Cov(A, logp) < clip_cov_max",
     source="Clip-Cov, arXiv 2505.22617",
 )
 def clip_cov(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
-    """PPO's clip, and a few tokens of high covariance lose their gradient (at ratio 1 too: 0 there, -A elsewhere)."""
+    """
+    PPO's clip, and a few tokens of high covariance lose their gradient (at ratio 1 too: 0 there, -A elsewhere).
+
+    Drawn over the optimizer step's rows of all micro-batches and processes, from the tokens that the clip leaves alone.
+    """
     ratio = batch.ratio(spec.log_ratio_clamp)
-    selected = batch.selected_tokens
-    if selected is None:
-        moved, a = ratio.detach(), batch.advantages
-        clipped = ((a > 0) & (moved > 1 + spec.clip_high)) | ((a < 0) & (moved < 1 - spec.epsilon))
-        selected = _chosen_clip_cov(batch.logps, a, batch.mask, spec, exclude=clipped)
+    selected: Tensor = batch.selected_tokens  # type: ignore[assignment]
     return cov.clip_cov(ratio, batch.advantages, selected, epsilon_low=spec.epsilon, epsilon_high=spec.clip_high)
 
 
-def _chosen_kl_cov(logps: Tensor, advantages: Tensor, mask: Tensor, spec: LossSpec) -> Tensor:
-    return cov.kl_cov_tokens(logps, advantages, mask, ratio=spec.kl_cov_ratio, seed=spec.cov_seed)
+def _chosen_kl_cov(batch: LossBatch, spec: LossSpec) -> dict[str, Tensor]:
+    options = {"ratio": spec.kl_cov_ratio, "seed": spec.cov_seed, "row_ids": batch.row_ids}
+    return {"selected_tokens": cov.kl_cov_tokens(batch.logps, batch.advantages, batch.mask, **options)}  # type: ignore[arg-type]
 
 
 @register_policy_loss(
     "kl_cov",
-    requires=RATIO | {"selected_tokens"},
+    requires=RATIO | CHOICE,
     options={"kl_cov_ratio", "kl_cov_coef", "cov_seed", "log_ratio_clamp"},
     traits={"regularized"},
-    select=_chosen_kl_cov,
+    over_step=_chosen_kl_cov,
     formula="-r A, plus kl_cov_coef |log r| on the kl_cov_ratio of the tokens with the highest Cov(A, logp)",
     source="KL-Cov, arXiv 2505.22617",
 )
 def kl_cov(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
-    """The unclipped ratio, and a few tokens of high covariance are held near the old policy."""
-    d, selected = batch.log_ratio(spec.log_ratio_clamp), batch.selected_tokens
-    if selected is None:
-        selected = _chosen_kl_cov(batch.logps, batch.advantages, batch.mask, spec)
+    """
+    The unclipped ratio, and a few tokens of high covariance are held near the old policy.
+
+    They are those of the optimizer step, of all its micro-batches and processes.
+    """
+    d = batch.log_ratio(spec.log_ratio_clamp)
+    selected: Tensor = batch.selected_tokens  # type: ignore[assignment]
     return cov.kl_cov(d.exp(), d, batch.advantages, selected, coef=spec.kl_cov_coef)
 
 
@@ -288,11 +296,17 @@ def fipo(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     )
 
 
+def _groups_of_real(batch: LossBatch, spec: LossSpec) -> dict[str, Tensor]:
+    d = batch.log_ratio(spec.log_ratio_clamp)
+    return {"row_terms": credit.real_terms(d, batch.advantages, batch.mask, batch.group_ids, tau=spec.real_tau)}  # type: ignore[arg-type]
+
+
 @register_policy_loss(
     "real",
-    requires=RATIO | {"group_ids"},
+    requires=RATIO | {"group_ids", "row_terms"},
     options={"real_tau", "log_ratio_clamp"},
-    traits={"whole_groups", "gradient_at_one"},
+    traits={"whole_groups", "gradient_at_one", "ratio_alone"},
+    over_step=_groups_of_real,
     aggregation="seq_mean_token_mean",
     formula="log(1 + sum over rows with A > 0 of e^(-s / tau)) + log(1 + sum over the others of e^(s / tau)), s = mean of log r",
     source="REAL, arXiv 2602.05630",
@@ -301,7 +315,8 @@ def real(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     """
     Rewards as labels: completions of a prompt are classified, good against bad, by how their probability moved.
 
-    At ratio 1 the gradient at a token is -+1 / (tau (1 + n) length), n the completions on its side: the size of A plays no part.
+    Every row has its group's loss, and the whole gradient by its own log-probs, so that a weight on a row acts on that row alone. At
+    ratio 1 that is -+N / (tau (1 + n) length) a token, N the group's rows, n those on its side: the size of A plays no part.
     """
     d = batch.log_ratio(spec.log_ratio_clamp)
-    return credit.real(d, batch.advantages, batch.mask, batch.group_ids, tau=spec.real_tau)  # type: ignore[arg-type]
+    return credit.real(d, batch.advantages, batch.mask, batch.row_terms, tau=spec.real_tau)  # type: ignore[arg-type]

@@ -33,19 +33,24 @@ TENSORS: dict[str, tuple[str, str]] = {
     "rollout_weights": ("(B, T) or (B, 1)", "sampler and policy log-probs, at the rollout"),
     "rollout_logps": ("(B, T)", "the sampler (vLLM or rollout_func), at the rollout"),
     "group_ids": ("(B,) integers", "the rollout: one id a prompt"),
-    "selected_tokens": ("(B, T) bool", "the objective's own choice over the optimizer step, when the rollout is cut"),
+    "row_ids": ("(B,) integers", "the rollout: one id a completion, another in every optimizer step"),
+    "selected_tokens": ("(B, T) bool", "the objective's own choice, over the optimizer step's rows of all processes"),
+    "row_terms": ("(B, K)", "the objective itself, over the optimizer step's rows of all processes"),
     "lengths": ("(B,) integers", "the rollout: valid tokens of each completion"),
     "reward_baselines": ("(B,)", "the reward functions, on one greedy completion a prompt"),
     "sum_pi_squared": ("(B, T)", "the policy's forward pass at the rollout: sum of the squared probabilities"),
 }
 ALWAYS = frozenset({"logps", "mask"})
+STEP_TENSORS = ("selected_tokens", "row_terms")  # what `over_step` of an objective may give
 TRAITS: dict[str, str] = {
     "sequence_level": "objective: one importance ratio a row",
     "reads_rollout_weights": "objective: rollout weights are its own matter and are not multiplied in afterwards",
     "no_options": "objective: reads no setting, so that setting one is an error (an empty `options` alone says nothing)",
     "regularized": "objective: part of it does not have the advantage as a factor, so it acts where the advantage is 0",
-    "whole_groups": "objective: compares the rows of a prompt, so every micro-batch must hold whole groups",
+    "whole_groups": "objective: compares the rows of a prompt, so every optimizer step must hold whole groups",
+    "ratio_alone": "objective: what it computes over a step reads ratios, not log-probs (before any update they are known to be 1)",
     "gradient_at_one": "objective: at ratio 1 the gradient is not -A a token; its docstring says what it is",
+    "reward_to_go": "estimator: the sum of what follows, equal for all tokens of a row but for a discount and rewards by token",
     "constant_over_sequence": "estimator: one value a row; called as func(rewards (B,), group_ids, **tensors, **options)",
     "token_level": "estimator: called as func(rewards (B, T), [values,] mask, **tensors, **options)",
     "reads_reward_columns": "estimator: rewards are (B, K), one column a reward function",
@@ -57,7 +62,8 @@ TRAITS: dict[str, str] = {
 class Entry:
     """
     One registered function. `options` are the spec or keyword fields that it reads beside its tensors; `optional` the tensors that
-    it reads where there are any; `select` chooses tokens over a whole optimizer step: (logps, advantages, mask, spec) -> (B, T) bool.
+    it reads where there are any; `over_step` computes what the function needs of a whole optimizer step: (batch of all its rows, spec)
+    -> {name among `STEP_TENSORS`: tensor by row}, without gradient; each micro-batch then holds its own rows of them.
     """
 
     name: str
@@ -69,7 +75,7 @@ class Entry:
     traits: frozenset[str] = frozenset()
     aggregation: str = "token_mean"
     optional: frozenset[str] = frozenset()
-    select: Callable[..., Any] | None = None
+    over_step: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -91,7 +97,7 @@ class Registry:
         traits: Iterable[str] = (),
         aggregation: str = "token_mean",
         optional: Iterable[str] = (),
-        select: Callable[..., Any] | None = None,
+        over_step: Callable[..., Any] | None = None,
         replace: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """
@@ -104,7 +110,8 @@ class Registry:
             traits: marks that others act on; see `TRAITS`.
             aggregation: the loss_aggregation that the objective's source prescribes, taken where the user names none.
             optional: names of tensors that an estimator takes where they are given.
-            select: see `Entry`; the objective then reads `selected_tokens`.
+            over_step: see `Entry`; the objective requires what it gives. Without one, an objective with the mark `whole_groups` can
+                be trained only where a micro-batch is a whole rollout.
             replace: allow a name that is taken.
 
         Raises:
@@ -118,7 +125,7 @@ class Registry:
 
         def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
             text = formula or (func.__doc__ or "").strip()
-            marks = (frozenset(options), frozenset(traits), aggregation, extra, select)
+            marks = (frozenset(options), frozenset(traits), aggregation, extra, over_step)
             self.entries[name] = Entry(name, func, needs, text, source, *marks)
             return func
 

@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 
-from trl_lossplus import LossPlusError
 from trl_lossplus.check import plain, plain_advantages, plain_batch, run
 from trl_lossplus.check.record import Rollout
 from trl_lossplus.check.sampler import letters_reward
 from trl_lossplus.check.settings import build_config
 from trl_lossplus.cli import quiet
-from trl_lossplus.config import GRPOPlusConfig
 from trl_lossplus.functional.aggregation import AGGREGATIONS
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
@@ -59,11 +57,6 @@ def spread():
 
 @pytest.mark.parametrize("words", list(spread()))
 def test_objectives(checked, words):
-    traits = POLICY_LOSSES.get(words[1]).traits
-    if "whole_groups" in traits and "whole_groups" in GRPOPlusConfig.not_wired:
-        with pytest.raises(LossPlusError, match="whole groups"):
-            checked(*SMALL, *words)
-        return
     code, last, text = checked(*SMALL, *words)
     assert code == 0, text
     assert last.startswith("ok: ")
@@ -86,6 +79,14 @@ def test_objectives(checked, words):
         "--importance_sampling_level sequence --beta 0.1 --clip_objective max",
         "--reward_weights 1.0 0.5 2.0 --scale_rewards batch --num_iterations 1",
         "--use_adaptive_entropy true --entropy_coef 0.01",
+        "--rollout_rs token_k1,seq_max_k3 --rollout_rs_threshold 0.85_1.2,0.02 --advantage_normalization rollout --advantage_norm_scope group "
+        "--loss_type grpo --zero_std_groups drop",
+        "--rollout_rs seq_sum_k1 --rollout_rs_threshold 0.8_1.25 --loss_type grpo --rollout_is_correction true --num_iterations 1 "
+        "--vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_max 1.15 --rollout_is_batch_normalize true",
+        "--trainer ppo --rollout_rs token_k2 --rollout_rs_threshold 0.01 --rollout_is_correction true --rollout_is_batch_normalize true "
+        "--vllm_importance_sampling_mode sequence_truncate --vllm_importance_sampling_clip_min 0.9 --beta 0.1",
+        "--rollout_rs token_k3 --rollout_rs_threshold 0.01 --steps_per_generation 3 --kl_placement reward --kl_reward_coef 0.1",
+        "--policy_loss kl_cov --kl_cov_ratio 0.2 --rollout_rs token_k2 --rollout_rs_threshold 0.01 --gradient_accumulation_steps 4",
     ],
 )
 def test_trainers_and_schedules(checked, words):

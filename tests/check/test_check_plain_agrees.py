@@ -48,13 +48,14 @@ def batch_of(mask, seed=0):
         rollout_weights=torch.rand(B, T) + 0.5,
         rollout_logps=sampled,
         group_ids=torch.tensor(GROUPS),
+        row_ids=torch.arange(B) * 7 + 3 if seed % 2 else None,
     )
 
 
 def rows_of(batch):
     rows = []
     for i, own in enumerate(columns(batch.mask)):
-        row = {"group": GROUPS[i]}
+        row = {"group": GROUPS[i], "id": None if batch.row_ids is None else batch.row_ids[i].item()}
         for name in (
             "logps", "old_logps", "advantages", "ref_logps", "entropies", "values", "old_values", "returns", "token_weights",
             "rollout_weights", "rollout_logps",

@@ -14,7 +14,8 @@ from helpers import EVERY_OBJECTIVE, GROUPS, LENGTHS, difference, length_mask, r
 
 from trl_lossplus import LossBatch, LossPlusError, LossSpec, Window, compute_loss
 from trl_lossplus.batch import DeclaredView
-from trl_lossplus.registry import POLICY_LOSSES, TENSORS, TRAITS
+from trl_lossplus.over_step import completed, over_step
+from trl_lossplus.registry import POLICY_LOSSES, STEP_TENSORS, TENSORS, TRAITS
 
 MASK = length_mask(LENGTHS)
 IDS = torch.tensor(GROUPS)
@@ -86,13 +87,9 @@ def recorded(values: list | None):
 
 
 def selection(name: str, batch: dict, **options) -> dict:
-    """The batch with the tokens that the objective chooses over the whole step, where it chooses any."""
-    select = POLICY_LOSSES.get(name).select
-    if select is None:
-        return batch
-    mask = batch["mask"]
-    logps, a = (torch.where(mask, batch[k].float(), 0.0) for k in ("logps", "advantages"))
-    return batch | {"selected_tokens": select(logps, a, mask, LossSpec(policy_loss=name, **options))}
+    """The batch with what the objective computes over a whole step, where it computes anything."""
+    own = LossBatch(**{"old_logps": None} | {k: x for k, x in batch.items() if k in FIELDS})
+    return batch | over_step(own if batch["logps"].dtype == torch.float64 else own.clean(), LossSpec(policy_loss=name, **options))
 
 
 @each_variant
@@ -100,7 +97,7 @@ def test_gradient_is_the_finite_difference(name, options):
     """Central differences in float64 of the value with its stopped parts held; weights differ by token; masked ones exactly 0."""
     batch, h = selection(name, float64_batch(), **options), 1e-6
     weights = torch.linspace(0.5, 2.0, 48, dtype=torch.float64).view(8, 6)
-    weights = weights[:, :1].expand(8, 6) if name == "real" else weights
+    weights = weights[:, :1].expand(8, 6) if name == "real" else weights  # one value a row
     logps = batch["logps"].clone().requires_grad_()
     with recorded(None) as held:
         value = objective(name, batch, logps, **options)
@@ -128,7 +125,7 @@ def test_gradient_at_ratio_one(name):
     same = {k: batch["logps"] for k in ("old_logps", "rollout_logps")}
     batch |= same | {"advantages": torch.where(MASK, batch["advantages"][:, :1].expand(8, 6), 0.0)}
     batch["rollout_weights"] = torch.ones_like(batch["logps"])
-    logps = batch["logps"].clone().requires_grad_()
+    logps, batch = batch["logps"].clone().requires_grad_(), selection(name, batch)
     (gradient,) = torch.autograd.grad(objective(name, batch, logps).sum(), logps)
     right = torch.where(MASK, -batch["advantages"], 0.0)
     if "gradient_at_one" not in entry.traits:
@@ -204,9 +201,9 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 @each_variant
 def test_every_split_gives_the_same_gradient(name, options, split):
-    """Micro-batches in any order and of any size (of whole groups, for objectives that need them): the whole step's gradient."""
+    """Micro-batches in any order and of any size, given what is computed over the step: the whole step's gradient."""
     entry = POLICY_LOSSES.get(name)
-    if "whole_groups" in entry.traits and "groups" not in split:
+    if "whole_groups" in entry.traits and entry.over_step is None and "groups" not in split:
         pytest.skip("needs whole groups")
     batch = selection(name, tensors(4), **options)
     spec = LossSpec(policy_loss=name, loss_aggregation=entry.aggregation, **options)
@@ -220,18 +217,25 @@ def test_every_split_gives_the_same_gradient(name, options, split):
     assert difference(parts, gradient) < 1e-6
 
 
+def both(entry, view, spec):
+    """The objective, and what it computes over a step."""
+    if entry.over_step is not None:
+        entry.over_step(view, spec)
+    entry.func(view, spec)
+
+
 @pytest.mark.parametrize("name", EVERY_OBJECTIVE)
 def test_nothing_undeclared_is_read(name):
     """It works on the tensors that it declares alone, and without any one of them it is an error that names loss and tensor."""
     entry, spec = POLICY_LOSSES.get(name), LossSpec(policy_loss=name)
     assert entry.requires <= TENSORS.keys()
     assert entry.traits <= TRAITS.keys()
-    assert ("selected_tokens" in entry.requires) == (entry.select is not None)
-    batch = LossBatch(**tensors()).clean()
+    assert bool(entry.requires & set(STEP_TENSORS)) == (entry.over_step is not None)
+    batch = completed(LossBatch(**tensors()).clean(), spec)
     entry.func(DeclaredView(batch, name, entry.requires), spec)
     for tensor in entry.requires:
         with pytest.raises(LossPlusError, match=f"policy_loss '{name}' reads {tensor}.*requires="):
-            entry.func(DeclaredView(batch, name, entry.requires - {tensor}), spec)
+            both(entry, DeclaredView(batch, name, entry.requires - {tensor}), spec)
 
 
 @pytest.mark.parametrize("name", EVERY_OBJECTIVE)
@@ -247,7 +251,10 @@ def test_options_are_the_fields_that_it_reads(name):
             read.add(field)
             return getattr(spec, field)
 
-    entry.func(LossBatch(**tensors()).clean(), Watched())
+    batch = LossBatch(**tensors()).clean()
+    if entry.over_step is not None:
+        entry.over_step(batch, Watched())
+    entry.func(completed(batch, spec), Watched())
     derived = {"clip_high": "epsilon_high", "sequence_level": "importance_sampling_level"}
     sequence = {"importance_sampling_level"} if "sequence_level" in entry.traits else set()
     assert {derived.get(field, field) for field in read} - sequence <= entry.options

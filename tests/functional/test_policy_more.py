@@ -143,19 +143,41 @@ def test_fipo_weights():
 def test_real():
     """
     Two rows of a group, s = .5 (good) and -.3 (bad), tau .5: log(1 + e^-1) + log(1 + e^-.6). A third one without a bad mate: 0.
-    Scores of +-1000: finite.
+    Scores of +-1000: finite. Each row's gradient is its own: 2 rows times -+1.
     """
     d = torch.tensor([[0.7, 0.3], [-0.3, 9.0], [0.4, 0.4]])
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     a, ids = torch.tensor([[1.0], [-2.0], [3.0]]), torch.tensor([4, 4, 7])
-    term = credit.real(d, a, mask, ids, tau=0.5)
+    term = credit.real(d, a, mask, credit.real_terms(d, a, mask, ids, tau=0.5), tau=0.5)
     right = math.log1p(math.exp(-1)) + math.log1p(math.exp(-0.6))
     assert term.per_token[:, 0].tolist() == pytest.approx([right, right, 0.0])
     far = torch.tensor([[-1000.0], [1000.0]]).requires_grad_()
-    loss = credit.real(far, a[:2], torch.ones(2, 1, dtype=torch.bool), ids[:2], tau=1.0).per_token
+    one = torch.ones(2, 1, dtype=torch.bool)
+    loss = credit.real(far, a[:2], one, credit.real_terms(far, a[:2], one, ids[:2], tau=1.0), tau=1.0).per_token
     assert loss[0].item() == pytest.approx(2000.0)
-    (slope,) = torch.autograd.grad(loss[:1].sum(), far)
-    assert slope[:, 0].tolist() == pytest.approx([-1.0, 1.0])
+    (slope,) = torch.autograd.grad(loss[:1].sum(), far, retain_graph=True)
+    assert slope[:, 0].tolist() == pytest.approx([-2.0, 0.0])
+    (slope,) = torch.autograd.grad(loss.sum(), far)
+    assert slope[:, 0].tolist() == pytest.approx([-2.0, 2.0])
+
+
+def test_real_has_the_gradient_of_its_formula():
+    """Equal weights: the sum over rows has the gradient of sum over groups of N (log(..) + log(..)), by autograd in float64."""
+    g = torch.Generator().manual_seed(5)
+    d = torch.randn(7, 4, generator=g, dtype=torch.float64).requires_grad_()
+    a = torch.tensor([1.0, -1, -2, 3, -1, 2, 2]).double()[:, None]
+    mask, ids = torch.rand(7, 4, generator=g) > 0.3, torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    mask[:, 0] = True
+    s = torch.where(mask, d, 0.0).sum(1) / mask.sum(1) / 0.5
+    total = torch.zeros((), dtype=torch.float64)
+    for members in (ids == 0, ids == 1):
+        good, bad = s[members & (a[:, 0] > 0)], s[members & (a[:, 0] <= 0)]
+        total = total + 3 * (torch.log1p(torch.exp(-good).sum()) + torch.log1p(torch.exp(bad).sum()))
+    (right,) = torch.autograd.grad(total, d)
+    value = credit.real(d, a, mask, credit.real_terms(d, a, mask, ids)).per_token.sum()
+    (ours,) = torch.autograd.grad(value, d)
+    assert difference(value, total) < 1e-12
+    assert difference(ours, right) < 1e-12
 
 
 # --- the choice of tokens
@@ -179,6 +201,13 @@ def test_the_hash_is_uniform_and_depends_on_seed_and_token():
     assert torch.equal(cov.token_hash(logps[order], mask[order]), cov.token_hash(logps, mask)[order])
     wider = (torch.nn.functional.pad(x, (3, 5), value=v) for x, v in ((logps, math.nan), (mask, False)))
     assert torch.equal(cov.token_hash(*wider)[:, 3:-5][mask], cov.token_hash(logps, mask)[mask])
+    ids = torch.arange(64) * 3 + 5
+    by_row = cov.token_hash(logps, mask, 0, ids)
+    assert torch.equal(cov.token_hash(logps + 1, mask, 0, ids), by_row)
+    assert torch.equal(cov.token_hash(logps[order], mask[order], 0, ids[order]), by_row[order])
+    assert (cov.token_hash(logps, mask, 0, ids + 64 * 3)[mask] == by_row[mask]).sum() == 0
+    assert (by_row.double()[mask] / 2**62).mean().item() == pytest.approx(0.5, abs=0.01)
+    assert torch.histc(by_row.double()[mask] / 2**62, 10, 0, 1).div(len(u)).sub(0.1).abs().max() < 0.01
     noisy = logps + 1e-7 * torch.randn(logps.shape)
     assert (cov.token_hash(noisy, mask) == cov.token_hash(logps, mask))[mask].float().mean() > 0.999
 

@@ -1,6 +1,7 @@
 """Snapshots: whole on disk, replayed bit for bit, compared in the order of the data flow."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from toyrun import fixed_rollout, letter_reward, trainer
 
 from trl_lossplus import (
     LossBatch,
+    LossPlusError,
     LossSpec,
     PPOPlusConfig,
     PPOPlusTrainer,
@@ -20,6 +22,7 @@ from trl_lossplus import (
     replay,
 )
 from trl_lossplus.cli import main
+from trl_lossplus.over_step import join
 from trl_lossplus.snapshots.take import take
 
 
@@ -63,10 +66,32 @@ def test_replay_of_another_loss_and_a_sweep(tmp_path, capsys):
     assert "gain: row" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["kl_cov", "real"])
+def test_what_an_objective_computes_over_the_step_is_made_anew(tmp_path, name):
+    """Under another loss the choice is that of all rows of the step at once; of a part of them there is none, and that is said."""
+    step(LossSpec(beta=0.1), lambda b: replace(b, row_ids=torch.arange(len(b.mask)) + 10 * len(b.mask)))[0].save(tmp_path)
+    snapshot = Snapshot.load(tmp_path)
+    spec = LossSpec(beta=0.1, policy_loss=name, kl_cov_ratio=0.3, kl_cov_coef=2.0)
+    again = replay(snapshot, spec)
+    whole = join([part.batch for part in snapshot.micro])
+    output = compute_loss(
+        replace(whole, logps=whole.logps.requires_grad_()), spec, Window(int(whole.mask.sum()), len(whole.mask))
+    )
+    (gradient,) = torch.autograd.grad(output.loss, whole.logps)
+    assert again.loss == pytest.approx(output.loss.item(), rel=1e-6)
+    assert torch.allclose(torch.cat(again.gradients), gradient, atol=1e-7)
+    with pytest.raises(LossPlusError, match=f"policy_loss='{name}' looks at all rows .*: 1 of 2 processes' are here"):
+        replay(replace(snapshot, facts={"processes": 2}), spec)
+    with pytest.raises(LossPlusError, match="3 rows were left out"):
+        replay(replace(snapshot, facts={"rows_left_out": 3}), spec)
+
+
 def test_what_a_replay_cannot_redo_is_refused(tmp_path, capsys):
     step(LossSpec())[0].save(tmp_path)
     assert main(["replay", str(tmp_path), "--advantage_estimator", "rloo"]) == 2
     assert "advantage_estimator='rloo': it acted at the rollout" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path), "--rollout_rs", "token_k2", "--rollout_rs_threshold", "0.1"]) == 2
+    assert "rollout_rs='token_k2': it acted at the rollout" in capsys.readouterr().err
     assert main(["replay", str(tmp_path), "--epsilom", "0.1"]) == 2
     assert "Did you mean 'epsilon'" in capsys.readouterr().err
 

@@ -29,6 +29,17 @@ RUNS = {
         "microbatch_layout": "shared_prefix", "beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "optim": "sgd",
         "learning_rate": 0.3,
     },
+    "clip_cov, accumulation": {
+        "policy_loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_min": 0.05, "clip_cov_max": 9.0, "gradient_accumulation_steps": 2,
+        "num_iterations": 2, "optim": "sgd", "learning_rate": 0.3,
+    },
+    "kl_cov, on-policy": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.1, "kl_cov_coef": 0.5, "optim": "sgd", "learning_rate": 0.3},
+    "rejection, normalized weights": {
+        "ratios": True, "rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.6_2.5,0.9_1.5", "rollout_is_correction": True,
+        "rollout_is_batch_normalize": True, "vllm_importance_sampling_clip_max": 3.5, "num_iterations": 2, "optim": "sgd",
+        "learning_rate": 0.3, "policy_loss": "kl_cov", "kl_cov_ratio": 0.2,
+    },
+    "real, two passes": {"policy_loss": "real", "num_iterations": 2, "optim": "sgd", "learning_rate": 0.3},
 }  # fmt: skip
 
 
@@ -66,7 +77,9 @@ def test_a3_e7_d5_two_processes_are_one(toy, tmp_path, name):
     assert facts_two["coef"] == pytest.approx(facts_one["coef"], rel=1e-6)
     for entry_one, entry_two in zip(facts_one["log"][:3], facts_two["log"][:3], strict=True):
         for metric, value in entry_one.items():
-            if metric.startswith(("loss", "kl", "entropy", "clip_ratio/region", "group_reward", "reward")):
+            if metric.startswith(
+                ("loss", "kl", "entropy", "clip_ratio/region", "group_reward", "reward", "clip_cov", "real", "rollout_")
+            ):
                 assert entry_two[metric] == pytest.approx(value, rel=1e-4, abs=2e-6), metric
 
 

@@ -1,6 +1,7 @@
 """Small real trainers for the tests: a tiny model, prompts, rewards, and completions that do not depend on sampling."""
 
 import hashlib
+import math
 
 import torch
 from transformers import TrainerCallback
@@ -30,6 +31,25 @@ def fixed_rollout(prompts, trainer):
         prompt_ids.append(tokenizer(prompt)["input_ids"])
         completion_ids.append([4 + byte % (len(tokenizer) - 4) for byte in digest[1 : 1 + length]])
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+# pi_old / pi_sampler of the three tokens of each completion of a group; None: the sampler could not score the token.
+RATIOS = [[1.0, 1.0, 1.0], [2.0, 1.0, 0.5], [4.0, 1.0, 1.0], [1.0, None, 3.0]]
+
+
+def rollout_with_ratios(prompts, trainer):
+    """Completions of three tokens, told by the prompt and the row's place in its group, and the log-probs that give `RATIOS`."""
+    tokenizer, out = trainer.processing_class, {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for i, prompt in enumerate(prompts):
+        digest = hashlib.sha256(f"{prompt} {i % 4}".encode()).digest()
+        ids, before = [4 + byte % (len(tokenizer) - 4) for byte in digest[:3]], tokenizer(prompt)["input_ids"]
+        with torch.no_grad():
+            logits = trainer.model(input_ids=torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1].float()
+        logps = torch.log_softmax(logits / trainer.temperature, -1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        scores = [float("nan") if r is None else x - math.log(r) for x, r in zip(logps, RATIOS[i % 4], strict=True)]
+        for name, value in zip(out, (before, ids, scores), strict=True):
+            out[name].append(value)
+    return out
 
 
 def letter_reward(completions, **kwargs):

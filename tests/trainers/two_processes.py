@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyrun import fixed_rollout, letter_reward, trainer, weights
+from toyrun import fixed_rollout, letter_reward, rollout_with_ratios, trainer, weights
 
 from trl_lossplus import PPOPlusConfig, PPOPlusTrainer
 
@@ -33,7 +33,8 @@ def main():
     extra = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if settings.pop("lora", False) else {}
     if "deepspeed" in settings:
         without_compiled_communication()
-    run = trainer(model, out, reward=reward, rollout=fixed_rollout, extra=extra, **classes, **settings)
+    rollout = rollout_with_ratios if settings.pop("ratios", False) else fixed_rollout
+    run = trainer(model, out, reward=reward, rollout=rollout, extra=extra, **classes, **settings)
     run.train()
     accelerator = run.accelerator
     if accelerator.is_main_process:

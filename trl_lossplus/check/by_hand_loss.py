@@ -27,7 +27,7 @@ class StepCheck:
     def __init__(
         self, s: Settings, table: Table, number: int, micros: list[Micro], rollouts: list[RolloutByHand], untrained: bool
     ):
-        self.untrained = untrained
+        self.untrained, self.number = untrained, number
         self.s, self.table, self.micros, self.rollouts = s, table, micros, rollouts
         self.section = f"optimizer step {number + 1}"
         self.terms: dict[str, float] = {}
@@ -46,10 +46,16 @@ class StepCheck:
             )
             for row, advantages in zip(everything, whitened([row["advantages"] for row in everything], keys), strict=True):
                 row["advantages"] = advantages
-        if self.s.objective in ("clip_cov", "kl_cov"):
-            self._choose(everything)
-        for micro, part in zip(self.micros, rows, strict=True):
-            MicroCheck(self, micro, part, self._counts(micro, everything)).run()
+        checks = [
+            MicroCheck(self, micro, part, self._counts(micro, everything)) for micro, part in zip(self.micros, rows, strict=True)
+        ]
+        if self.s.objective in BATCH_OBJECTIVES and self.s.plain_loss is None:
+            for check in checks:
+                check.inputs()
+            for row, losses in zip(everything, BATCH_OBJECTIVES[self.s.objective](everything, checks[0].clip_spec), strict=True):
+                row["over_step"] = losses
+        for check in checks:
+            check.run()
         total, scale = sum(self.terms.values()), sum(self.scales.values())
         self.table.one(self.section, "loss of the step", sum(micro.loss for micro in self.micros), total, scale)
 
@@ -57,19 +63,23 @@ class StepCheck:
         """The micro-batch's rows, as far as the rollout decides them."""
         rollout, rows = self.rollouts[micro.rollout], []
         for k in micro.rows:
-            dropped = self.s.spec["zero_std_groups"] == "drop" and rollout.flat[k]
+            kept = rollout.in_loss(k, self.s.spec)
             row: Row = {"row": k, "group": rollout.groups[k], "flat": rollout.flat[k], "scored": rollout.scored[k]}
-            row |= {"dropped": dropped, "columns": [] if dropped else rollout.columns[k], "advantages": rollout.advantages[k]}
+            row["id"] = k + self.number * len(rollout.columns)
+            row["dropped"] = not any(kept) and bool(kept)
+            row["columns"] = [c for c, keep in zip(rollout.columns[k], kept, strict=True) if keep]
             sources = {
+                "advantages": rollout.advantages,
+                "rollout_weights": rollout.weights,
                 "old_logps": rollout.old,
                 "ref_logps": rollout.ref,
                 "rollout_logps": rollout.sampled,
                 "old_values": rollout.old_values,
                 "returns": rollout.returns if rollout.old_values is not None else None,
             }
-            row |= {name: source[k] for name, source in sources.items() if source is not None}
-            if dropped:
-                row |= {name: [] for name in (*sources, "advantages") if name in row}
+            for name, source in sources.items():
+                if source is not None:
+                    row[name] = [x for x, keep in zip(source[k], kept, strict=True) if keep]
             rows.append(row)
         return rows
 
@@ -79,26 +89,13 @@ class StepCheck:
             sized = [{**row, "logps": row["columns"]} for row in everything]
             return plain_terms.window_counts(sized, self.s.empty_rows)
         rollout = self.rollouts[micro.rollout]
-        dropped = [self.s.spec["zero_std_groups"] == "drop" and flat for flat in rollout.flat]
-        sized = [
-            {"logps": [] if drop else own, "group": group, "dropped": drop}
-            for own, group, drop in zip(rollout.columns, rollout.groups, dropped, strict=True)
-        ]
+        sized = []
+        for k, group in enumerate(rollout.groups):
+            kept = rollout.in_loss(k, self.s.spec)
+            sized.append({"logps": [x for x in kept if x], "group": group, "dropped": not any(kept) and bool(kept)})
         counts = plain_terms.window_counts(sized, self.s.empty_rows)
         share = self.s.accumulation / self.s.micro_batches
         return {**counts, "tokens": counts["tokens"] * share, "rows": counts["rows"] * share}
-
-    def _choose(self, everything: list[Row]) -> None:
-        """The tokens that the covariance objectives treat apart, where the trainer chose them over the whole step."""
-        for micro in self.micros:
-            if "selected_tokens" in micro.batch:
-                self.table.given.append("the tokens that were chosen over the whole step")
-                for row, flags in zip(self._of(micro, everything), micro.batch["selected_tokens"], strict=True):
-                    row["selected"] = [bool(flags[c]) for c in row["columns"]]
-
-    def _of(self, micro: Micro, everything: list[Row]) -> list[Row]:
-        start = sum(len(other.rows) for other in self.micros[: self.micros.index(micro)])
-        return everything[start : start + len(micro.rows)]
 
     def add(self, name: str, value: float, scale: float) -> None:
         """One micro-batch's share of a term of the step."""
@@ -111,7 +108,7 @@ class MicroCheck:
 
     def __init__(self, step: StepCheck, micro: Micro, rows: list[Row], counts: dict[str, Any]):
         self.step, self.s, self.table, self.micro, self.rows, self.counts = step, step.s, step.table, micro, rows, counts
-        self.section = step.section
+        self.section, self._read = step.section, False
         self.rollout = step.rollouts[micro.rollout]
         self.columns = [row["columns"] for row in rows]
         self.spec = {**self.s.spec, "beta": self.s.spec["beta"] * self.rollout.kl_factor}
@@ -124,7 +121,7 @@ class MicroCheck:
 
     def run(self) -> None:
         """Compares everything."""
-        self._inputs()
+        self.inputs()
         self._window()
         self._ratios()
         self._selection()
@@ -147,8 +144,11 @@ class MicroCheck:
         scale = sum(terms[name][1] for name in verified)
         self.table.one(self.section, "total", self.micro.loss, sum(verified.values()), scale)
 
-    def _inputs(self) -> None:
-        """Mask, log-probs, advantages and values as the loss read them."""
+    def inputs(self) -> None:
+        """Mask, log-probs, advantages and values as the loss read them, once."""
+        if self._read:
+            return
+        self._read = True
         batch, width = self.micro.batch, len(self.micro.batch["mask"][0])
         mine = [[float(c in own) for c in range(width)] for own in self.columns]
         theirs = [[float(x) for x in row] for row in batch["mask"]]
@@ -165,7 +165,7 @@ class MicroCheck:
             for row in self.rows:
                 row["old_logps"] = row["logps"]
         words = {"old_logps": "old log-probs", "ref_logps": "reference log-probs", "advantages": "advantages"}
-        words |= {"old_values": "old values", "returns": "returns"}
+        words |= {"old_values": "old values", "returns": "returns", "rollout_weights": "rollout weights"}
         for name, quantity in words.items():
             if name in batch and name in self.rows[0]:
                 self._take(quantity, name, [row[name] for row in self.rows])
@@ -175,7 +175,7 @@ class MicroCheck:
             self._tokens("sampler log-probs", theirs, clean)
         self._take("entropies", "entropies", by_hand["entropies"])
         for name in ("values", "token_weights", "rollout_weights"):
-            if name in batch:
+            if name in batch and not (name in self.rows[0] and name == "rollout_weights"):
                 for row, values in zip(self.rows, picked(batch[name], self.columns), strict=True):
                     row[name] = values
                 if name != "values":
@@ -264,7 +264,7 @@ class MicroCheck:
         elif name in plain.OBJECTIVES:
             raw = [plain.OBJECTIVES[name](row, spec) for row in self.rows]
         elif name in BATCH_OBJECTIVES:
-            raw = BATCH_OBJECTIVES[name](self.rows, spec)
+            raw = [row["over_step"] for row in self.rows]
         else:
             self.table.missing[f"policy_loss {name!r}"] = "give one with --plain module:function"
             return self._aggregate(picked(theirs, self.columns))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import plain_advantages as adv
-from .plain import Spec
-from .plain_terms import adaptive_coefficient, kl_estimates, log_prob
+from .plain import Spec, kept_tokens
+from .plain_terms import adaptive_coefficient, kl_estimates, log_prob, rollout_weights
 from .record import Rollout
 from .sampler import Completion
 from .table import Rows, Table
@@ -38,6 +38,8 @@ class Settings:
     plain_loss: Callable[..., Any] | None = None
     plain_estimator: Callable[..., Any] | None = None
     token_level: bool = False
+    rejects: bool = False
+    weights: tuple[str, float | None, float | None] | None = None  # mode, and the bounds of the rollout weights
 
     def kl_in(self, place: str) -> bool:
         """Whether a KL acts in the loss or in the reward."""
@@ -62,6 +64,14 @@ class RolloutByHand:
     returns: Rows | None = None
     advantages: Rows = field(default_factory=list)
     kl_factor: float = 1.0
+    kept: list[list[bool]] | None = None
+    weights: Rows | None = None
+
+    def in_loss(self, k: int, spec: Spec) -> list[bool]:
+        """Which own tokens of a row are in the loss: all, but for what is rejected and for groups that are dropped."""
+        if spec["zero_std_groups"] == "drop" and self.flat[k]:
+            return [False] * len(self.columns[k])
+        return [True] * len(self.columns[k]) if self.kept is None else self.kept[k]
 
 
 def picked(tensor: Any, columns: Sequence[Sequence[int]]) -> Any:
@@ -96,6 +106,7 @@ class RolloutCheck:
         out.kl_factor = self.coefficient / configured
         self._masks()
         self._log_probs()
+        self._correction()
         kl = self._kl()
         totals = self._rewards(kl)
         per_token_kl = kl if self.s.kl_in("reward") and self.s.spec["kl_reward_level"] == "token" else None
@@ -108,7 +119,7 @@ class RolloutCheck:
         out.advantages = self._tokens("advantages", theirs, out.advantages)
         if self.s.spec["advantage_normalization"] == "rollout":  # seen next where the loss reads them
             keys = whitening_keys(self.s.spec["advantage_norm_scope"], out.groups, out.scored, self.rows)
-            out.advantages = adv.whitened(out.advantages, keys)
+            out.advantages = self._whitened(keys)
         return out
 
     def _tokens(self, quantity: str, theirs: Rows, mine: Rows) -> Rows:
@@ -149,6 +160,30 @@ class RolloutCheck:
         if "old_values" in tensors:
             out.old_values = picked(tensors["old_values"], out.columns)
             self.table.given.append("the critic's values (its forward pass)")
+
+    def _correction(self) -> None:
+        """What is rejected, and the weights against the sampler."""
+        s, out = self.s, self.out
+        if out.sampled is None:
+            return
+        rows = [
+            {"logps": a, "rollout_logps": b} for a, b in zip(out.logps if out.old is None else out.old, out.sampled, strict=True)
+        ]
+        if s.rejects:
+            mine = [[float(x) for x in kept_tokens(row, s.spec)] for row in rows]
+            theirs = [[float(x) for x in row] for row in self.event.tensors["sampler_keep"]]
+            out.kept = [[bool(x) for x in row] for row in self._tokens("kept tokens", picked(theirs, out.columns), mine)]
+        if s.weights is not None:
+            mine = rollout_weights(rows, *s.weights, s.spec["log_ratio_clamp"], s.spec["rollout_is_batch_normalize"])
+            theirs = picked(self.event.tensors["importance_sampling_ratio"], out.columns)
+            out.weights = self._tokens("rollout weights", theirs, mine)
+
+    def _whitened(self, keys: list[Any]) -> Rows:
+        """Whitened over the tokens that are not rejected, which become 0."""
+        kept = self.out.kept or [[True] * len(row) for row in self.out.advantages]
+        inside = [[a for a, k in zip(row, keep, strict=True) if k] for row, keep in zip(self.out.advantages, kept, strict=True)]
+        white = [iter(row) for row in adv.whitened(inside, keys)]
+        return [[next(row) if k else 0.0 for k in keep] for row, keep in zip(white, kept, strict=True)]
 
     def _kl(self) -> Rows | None:
         """KL of each token at the rollout, and the adaptive coefficient's next value."""

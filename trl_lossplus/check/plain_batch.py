@@ -1,8 +1,8 @@
 """
 Objectives by hand that compare the tokens or the rows of an optimizer step: Clip-Cov, KL-Cov, REAL.
 
-Rows and spec as in plain.py, and also `group` (the prompt's id) in each row. Each takes all rows and returns a list for each row.
-`selected` in a row (a list of bools) holds the tokens that were chosen over the whole step; None: these rows are the whole step.
+Rows and spec as in plain.py, and also `group` (the prompt's id) and `id` (the row's own, None where there is none) in each row. Each
+takes all rows of the step and returns a list for each row.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def token_hash(logp: float, number: int, seed: int) -> int:
-    """What a token draws: a hash of the seed, its log-prob in steps of 1/256 nat, and its number (from 1) in its row."""
-    steps = round(clip(logp, -1e6, 0.0) * 256)
+def token_hash(logp: float, row: int | None, number: int, seed: int) -> int:
+    """What a token draws: a hash of the seed, its row's id (or its log-prob in steps of 1/256 nat), and its number from 1 in its row."""
+    told_by = round(clip(logp, -1e6, 0.0) * 256) if row is None else row
     start = mixed(seed * 0x9E3779B97F4A7C15 % MANY)
-    return mixed((mixed((start + steps) % MANY) + number) % MANY) % (1 << 62)
+    return mixed((mixed((start + told_by) % MANY) + number) % MANY) % (1 << 62)
 
 
 def hashes(rows: list[Row], seed: int) -> list[list[int]]:
     """`token_hash` of every token."""
-    return [[token_hash(logp, i + 1, seed) for i, logp in enumerate(row["logps"])] for row in rows]
+    return [[token_hash(logp, row.get("id"), i + 1, seed) for i, logp in enumerate(row["logps"])] for row in rows]
 
 
 def lowest(keys: list[list[int]], among: list[list[bool]], k: int) -> list[list[bool]]:
@@ -55,11 +55,6 @@ def budget(rows: list[Row], share: float) -> int:
     return max(1, int(share * sum(len(row["logps"]) for row in rows)))
 
 
-def given_selection(rows: list[Row]) -> list[list[bool]] | None:
-    """The tokens that were chosen over the whole step, if the rows hold them."""
-    return [row["selected"] for row in rows] if rows and rows[0].get("selected") is not None else None
-
-
 def clip_cov_selection(rows: list[Row], spec: Spec) -> list[list[bool]]:
     """clip_cov_ratio of the tokens, drawn from the unclipped ones with clip_cov_min < Cov < clip_cov_max."""
     among = []
@@ -72,7 +67,7 @@ def clip_cov_selection(rows: list[Row], spec: Spec) -> list[list[bool]]:
 
 def clip_cov(rows: list[Row], spec: Spec) -> list[list[float]]:
     """PPO's clipped loss, and 0 on the chosen tokens that the clip leaves alone."""
-    chosen, losses = given_selection(rows) or clip_cov_selection(rows, spec), []
+    chosen, losses = clip_cov_selection(rows, spec), []
     plain = {**spec, "clip_objective": "min", "delta": None, "clip_ratio_c": None}
     for row, selected in zip(rows, chosen, strict=True):
         here = []
@@ -98,7 +93,7 @@ def kl_cov_selection(rows: list[Row], spec: Spec) -> list[list[bool]]:
 
 def kl_cov(rows: list[Row], spec: Spec) -> list[list[float]]:
     """-r A, plus kl_cov_coef |d| on the chosen tokens."""
-    chosen, losses = given_selection(rows) or kl_cov_selection(rows, spec), []
+    chosen, losses = kl_cov_selection(rows, spec), []
     for row, selected in zip(rows, chosen, strict=True):
         tokens = zip(bounded(row, spec), row["advantages"], selected, strict=True)
         losses.append([-math.exp(d) * a + (spec["kl_cov_coef"] * abs(d) if here else 0.0) for d, a, here in tokens])

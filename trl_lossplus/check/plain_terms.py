@@ -111,6 +111,24 @@ def drifted(row: Row, spec: Spec) -> list[bool]:
     return [a < 0 and drift > spec["off_policy_mask_threshold"] for a in row["advantages"]]
 
 
+def rollout_weights(
+    rows: list[Row], mode: str, low: float | None, high: float | None, bound: float, normalize: bool
+) -> list[list[float]]:
+    """pi_old / pi_sampler of each token, or of each row for all its tokens; truncated or masked; then over their mean, if asked for."""
+    level, kind = mode.split("_")
+    tables = []
+    for row in rows:
+        pairs = zip(row["logps"], row["rollout_logps"], strict=True)
+        ds = [0.0 if sampled is None else logp - sampled for logp, sampled in pairs]
+        ds = [sum(ds)] * len(ds) if level == "sequence" else ds
+        ws = [math.exp(clip(d, -bound, bound)) for d in ds]
+        inside = [clip(w, low, high) for w in ws]
+        tables.append(inside if kind == "truncate" else [w if w == x else 0.0 for w, x in zip(ws, inside, strict=True)])
+    counted = [w for ws in tables for w in (ws[:1] if level == "sequence" else ws)]
+    centre = mean(counted) if normalize and mean(counted) > 1e-8 else 1.0
+    return [[w / centre for w in ws] for ws in tables]
+
+
 def weighted(losses: list[float], row: Row, spec: Spec) -> list[float]:
     """The objective's losses without dropped tokens, times the token's weights."""
     if spec["off_policy_mask_threshold"] is not None:

@@ -19,6 +19,7 @@ from ..functional.errors import LossPlusError
 from ..ppo_config import PPOPlusConfig
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, import_function
 from ..toy import TOY_LORA, save_toy, toy_dataset
+from ..trainers.correct import rejects_at_rollout
 from .by_hand_loss import StepCheck
 from .by_hand_rollout import RolloutCheck, Settings
 from .record import Micro, Recorder, Rollout
@@ -75,9 +76,10 @@ def trained(config: GRPOPlusConfig, folder: str, reward_funcs: list[Any] | None 
     from ..trainers.grpo import GRPOPlusTrainer
     from ..trainers.ppo import PPOPlusTrainer
 
-    entry = POLICY_LOSSES.get(config.loss_spec().policy_loss)
-    sampler = Sampler(scores="rollout_logps" in entry.requires)
-    by_column = "reads_reward_columns" in ADVANTAGE_ESTIMATORS.get(config.loss_spec().advantage_estimator).traits
+    spec = config.loss_spec()
+    scores = "rollout_logps" in spec.required() or spec.rollout_rs is not None or config.rollout_is_correction
+    sampler = Sampler(scores=scores)
+    by_column = "reads_reward_columns" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits
     number = len(config.reward_weights) if config.reward_weights else 2 if by_column else 1
     more: dict[str, Any] = {}
     if getattr(config, "critic", None) == "adapter":
@@ -127,6 +129,16 @@ def described(recorder: Recorder, plain_loss: Callable[..., Any] | None, plain_e
         plain_loss=plain_loss,
         plain_estimator=plain_estimator,
         token_level="token_level" in estimator.traits,
+        rejects=rejects_at_rollout(spec),
+        weights=(
+            (
+                config.vllm_importance_sampling_mode,
+                config.vllm_importance_sampling_clip_min,
+                config.vllm_importance_sampling_clip_max,
+            )
+            if config.rollout_is_correction
+            else None
+        ),
     )
 
 

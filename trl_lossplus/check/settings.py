@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from ..cli import _mapping, _take, choose_trainer, config_classes, field_names, left_aside, parse_config
+from ..cli import _mapping, choose_trainer, config_classes, field_names, left_aside, parse_config
 from ..config import GRPOPlusConfig
 from ..functional.errors import LossPlusError
-from ..registry import POLICY_LOSSES
 from ..spec import LossSpec
 
 # What the check sets, where the command line does not.
@@ -26,7 +25,8 @@ SETTINGS: dict[str, Any] = {
 LOSS_FIELDS = (
     "loss_type", "mask_truncated_completions", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max",
     "entropy_coef_delta", "entropy_target", "reward_weights", "multi_objective_aggregation", "critic", "critic_detach",
-    "truncated_completions", "missing_eos_penalty",
+    "truncated_completions", "missing_eos_penalty", "rollout_is_correction", "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max",
 )  # fmt: skip
 
 
@@ -58,9 +58,6 @@ def build_config(
     values = {**SETTINGS, "output_dir": folder, **of_loss}
     if trainer == "grpo":
         values["num_generations"] = 4
-    name = _take(list(words), "--policy_loss") or of_loss.get("policy_loss")
-    if name is not None and POLICY_LOSSES.get(name).select is not None and "select" in kind.not_wired:
-        values["gradient_accumulation_steps"] = 1
     path = Path(folder) / "check.yaml"
     path.write_text(yaml.safe_dump(values))
     config = parse_config(["--config", str(path), *words, "--trainer", trainer], say=lambda line: None)

@@ -7,9 +7,9 @@ the choice then depends on the split and on what else drew numbers. Here it is a
 
 - the k tokens are chosen over the whole optimizer step (`clip_cov_tokens`, `kl_cov_tokens`), once, and handed to each micro-batch
   as a mask; an objective that is given none takes its own batch for the whole step;
-- where a random choice is asked for, each token draws the hash of (seed, its log-prob to 1/256 nat, its number among its row's
-  valid tokens); the k lowest hashes win. No generator, no counter, no row number: order of rows, padding, processes and
-  micro-batches play no part. Tokens that tie exactly are chosen together.
+- where a random choice is asked for, each token draws the hash of (seed, its row's id, its number among its row's valid tokens);
+  the k lowest hashes win. No generator, no place of a row: order of rows, padding, processes and micro-batches play no part. Rows
+  without ids are told apart by their tokens' log-probs to 1/256 nat. Tokens that tie exactly are chosen together.
 
 Source: "The Entropy Mechanism of RL for Reasoning Language Models" (2505.22617); verl's clip_cov and kl_cov.
 """
@@ -32,16 +32,20 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def token_hash(logps: Tensor, mask: Tensor, seed: int = 0) -> Tensor:
+def token_hash(logps: Tensor, mask: Tensor, seed: int = 0, row_ids: Tensor | None = None) -> Tensor:
     """
     A number in [0, 2^62) for each token, uniform over tokens: (B, T) int64.
 
-    Depends on the seed, the token's log-prob to 1/256 nat (so that the rounding of another batch shape does not change it) and
-    its number among the row's valid tokens, so neither padding nor the row's place plays a part.
+    Depends on the seed, the row's id and the token's number among the row's valid tokens, so neither padding nor the row's place plays
+    a part. Without `row_ids` (B,) the token's log-prob stands for the row's id, to 1/256 nat, so that the rounding of another batch
+    shape hardly ever changes it.
     """
     rank = mask.long().cumsum(-1)
-    steps = (select(logps.detach().float(), mask).clamp(-1e6, 0.0) * 256).round().long()
-    return _mix(_mix(_mix(torch.full_like(rank, seed) * _ODD[0]) + steps) + rank) & ((1 << 62) - 1)
+    if row_ids is None:
+        ids = (select(logps.detach().float(), mask).clamp(-1e6, 0.0) * 256).round().long()
+    else:
+        ids = row_ids.unsqueeze(-1).expand(mask.shape)
+    return _mix(_mix(_mix(torch.full_like(rank, seed) * _ODD[0]) + ids) + rank) & ((1 << 62) - 1)
 
 
 def covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -73,21 +77,24 @@ def clip_cov_tokens(
     high: float = 5.0,
     seed: int = 0,
     exclude: Tensor | None = None,
+    row_ids: Tensor | None = None,
 ) -> Tensor:
     """
     max(1, ratio * valid tokens) tokens drawn from those with low < Cov < high: (B, T) bool.
 
     Args:
         logps, advantages, mask: of the whole optimizer step. exclude: (B, T) bool, tokens that may not be drawn.
-        seed: of the draw, see the head of this file.
+        seed, row_ids (B,): of the draw, see the head of this file.
     """
     cov = covariance(logps, advantages, mask)
     among = mask & (cov > low) & (cov < high)
     among = among if exclude is None else among & ~exclude
-    return _lowest(token_hash(logps, mask, seed), among, _budget(ratio, mask))
+    return _lowest(token_hash(logps, mask, seed, row_ids), among, _budget(ratio, mask))
 
 
-def kl_cov_tokens(logps: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float = 2e-4, seed: int = 0) -> Tensor:
+def kl_cov_tokens(
+    logps: Tensor, advantages: Tensor, mask: Tensor, *, ratio: float = 2e-4, seed: int = 0, row_ids: Tensor | None = None
+) -> Tensor:
     """
     The max(1, ratio * valid tokens) tokens of the highest covariance: (B, T) bool; equal ones are drawn, see the head of this file.
     """
@@ -98,7 +105,7 @@ def kl_cov_tokens(logps: Tensor, advantages: Tensor, mask: Tensor, *, ratio: flo
     least = torch.topk(values, k, sorted=True).values[-1]
     above = mask & (cov > least)
     ties = mask & (cov == least)
-    return above | _lowest(token_hash(logps, mask, seed), ties, k - int(above.sum()))
+    return above | _lowest(token_hash(logps, mask, seed, row_ids), ties, k - int(above.sum()))
 
 
 def clip_cov(

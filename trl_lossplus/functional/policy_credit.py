@@ -109,23 +109,20 @@ def fipo(
     return PolicyTerm(term.per_token * weights, {**term.stats, "fipo_weight": weights})
 
 
-def real(token_log_ratio: Tensor, advantages: Tensor, mask: Tensor, group_ids: Tensor, *, tau: float = 0.5) -> PolicyTerm:
+def real_terms(token_log_ratio: Tensor, advantages: Tensor, mask: Tensor, group_ids: Tensor, *, tau: float = 0.5) -> Tensor:
     """
-    log(1 + sum over good rows of e^(-s / tau)) + log(1 + sum over the others of e^(s / tau)) of each group, s a row's mean log r.
+    Of each row its group's two logarithms, see `real`, and the number of its rows: (B, 3), no gradient.
 
     Args:
-        token_log_ratio: (B, T), connected. advantages: (B, T) or (B, 1): only the sign of a row's mean is read, > 0 is good.
+        token_log_ratio: (B, T). advantages: (B, T) or (B, 1): only the sign of a row's mean is read, > 0 is good.
         mask: (B, T) bool; rows without valid tokens belong to no group. group_ids: (B,): every group must be whole.
 
     Returns:
-        `PolicyTerm` of (B, 1): its group's loss for each row, so that the mean over rows is that over groups of one size. A group
-        without rows on both sides gives 0. At ratio 1 the gradient of a group's loss at a token is -+1 / (tau (1 + n) length), n
-        the rows on its side: bounded by 1 / tau, and blind to the size of A.
-
-    Source: REAL, "Rewards as Labels" (2602.05630), as in ms-swift.
+        [log(1 + sum over good rows of e^(-s / tau)), log(1 + sum over the others of e^(s / tau)), rows], s a row's mean log r; zeros
+        for a group without rows on both sides.
     """
     rows = mask.any(-1)
-    score = row_means(token_log_ratio, mask) / tau
+    score = row_means(token_log_ratio.detach(), mask) / tau
     good = rows & (row_means(advantages.expand(mask.shape), mask) > 0)
     bad = rows & ~good
     groups = group_rows(group_ids)
@@ -133,10 +130,34 @@ def real(token_log_ratio: Tensor, advantages: Tensor, mask: Tensor, group_ids: T
     def side(x: Tensor, members: Tensor) -> Tensor:
         """log(1 + sum of e^x over the group's members), shifted by the group's largest x: (groups,)."""
         peak = torch.zeros(groups.num, dtype=x.dtype, device=x.device)
-        peak = peak.scatter_reduce(0, groups.rows, select(x.detach(), members), "amax")
+        peak = peak.scatter_reduce(0, groups.rows, select(x, members), "amax")
         terms = select(torch.exp(torch.where(members, x - peak[groups.rows], torch.zeros_like(x))), members)
         return torch.log(torch.exp(-peak) + group_sums(terms, groups)) + peak
 
-    both = (group_sums(good.long(), groups) > 0) & (group_sums(bad.long(), groups) > 0)
-    loss = select(side(-score, good) + side(score, bad), both)[groups.rows]
-    return PolicyTerm(select(loss, rows).unsqueeze(-1), {"real_groups": both[groups.rows].float().unsqueeze(-1)})
+    counts = [group_sums(members.to(score.dtype), groups) for members in (good, bad)]
+    of_group = torch.stack([side(-score, good), side(score, bad), counts[0] + counts[1]], -1)
+    both = (counts[0] > 0) & (counts[1] > 0)
+    return select(select(of_group, both.unsqueeze(-1))[groups.rows], rows.unsqueeze(-1))
+
+
+def real(token_log_ratio: Tensor, advantages: Tensor, mask: Tensor, terms: Tensor, *, tau: float = 0.5) -> PolicyTerm:
+    """
+    log(1 + sum over good rows of e^(-s / tau)) + log(1 + sum over the others of e^(s / tau)) of each group, s a row's mean log r.
+
+    Args:
+        token_log_ratio: (B, T), connected. advantages, mask: see `real_terms`. terms: (B, 3) from there, over all rows of the step.
+
+    Returns:
+        `PolicyTerm` of (B, 1): its group's loss for each row, so that the mean over rows is that over groups of one size. The gradient
+        of a row's value is that of all its group's rows' values by the row's own score: with equal weights the sum over rows has the
+        gradient of the formula, and a row can be computed apart from its mates. A group without rows on both sides gives 0.
+
+    Source: REAL, "Rewards as Labels" (2602.05630), as in ms-swift.
+    """
+    score = row_means(token_log_ratio, mask) / tau
+    good = row_means(advantages.expand(mask.shape), mask) > 0
+    value, still = terms[:, 0] + terms[:, 1], score.detach()
+    share = torch.exp(torch.where(good, -still - terms[:, 0], still - terms[:, 1]).clamp(max=0.0))
+    slope = (torch.where(good, -share, share) * terms[:, 2]).detach()
+    both = (terms[:, 2] > 0).float().unsqueeze(-1)
+    return PolicyTerm((value + slope * (score - still)).unsqueeze(-1), {"real_groups": both})

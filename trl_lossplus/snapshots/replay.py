@@ -14,6 +14,8 @@ from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
 from ..functional.masking import masked_quantiles
 from ..loss import LossOutput, compute_loss
+from ..over_step import apart, join, over_step
+from ..registry import POLICY_LOSSES
 from ..spec import LossSpec
 from .store import Pooled, Snapshot, summed
 
@@ -133,13 +135,14 @@ def replay(snapshot: Snapshot, spec: LossSpec | None = None) -> Replay:
 
     Raises:
         LossPlusError: the spec reads a tensor that the snapshot does not hold, or changes what was fixed at the rollout
-            (advantage estimator, scaling, normalization, KL in the reward), which log-probs alone cannot redo.
+            (advantage estimator, scaling, normalization, KL in the reward), which log-probs alone cannot redo; or its objective looks at
+            all rows of the step, and the snapshot does not hold them.
     """
     spec = snapshot.spec if spec is None else spec
     _refuse_rollout_changes(snapshot.spec, spec)
     outputs, gradients = [], []
-    for part in snapshot.micro:
-        output, gradient = run_micro_batch(part.batch, spec, part.window, "policy" not in part.terms)
+    for part, batch in zip(snapshot.micro, _batches(snapshot, spec), strict=True):
+        output, gradient = run_micro_batch(batch, spec, part.window, "policy" not in part.terms)
         if "aux" in part.terms:
             output = output.with_term("aux", output.loss.new_tensor(part.terms["aux"]))
         outputs.append(output)
@@ -148,14 +151,30 @@ def replay(snapshot: Snapshot, spec: LossSpec | None = None) -> Replay:
     return Replay(spec, sum(terms.values()), terms, outputs, gradients, snapshot.processes)
 
 
+def _batches(snapshot: Snapshot, spec: LossSpec) -> list[LossBatch]:
+    """The micro-batches' batches; what an objective computed over the step is made anew where the loss is another."""
+    batches = [part.batch for part in snapshot.micro]
+    if spec == snapshot.spec or POLICY_LOSSES.get(spec.policy_loss).over_step is None:
+        return batches
+    left, processes = snapshot.facts.get("rows_left_out", 0), snapshot.facts.get("processes", 1)
+    if left or processes != snapshot.processes:
+        held = (
+            f"{left} rows were left out (snapshot_rows)" if left else f"{snapshot.processes} of {processes} processes' are here"
+        )
+        raise LossPlusError(f"policy_loss={spec.policy_loss!r} looks at all rows of an optimizer step: {held}.")
+    made = apart(over_step(join(batches), spec), [batch.mask for batch in batches])
+    return [replace(batch, **part) for batch, part in zip(batches, made, strict=True)]
+
+
 ROLLOUT_FIELDS = (
     "advantage_estimator", "scale_rewards", "advantage_normalization", "advantage_norm_scope", "kl_reward_coef", "kl_reward_level",
-    "whiten_rewards", "gamma", "gae_lambda", "gae_lambda_critic", "zero_std_groups",
+    "whiten_rewards", "gamma", "gae_lambda", "gae_lambda_critic", "zero_std_groups", "rollout_is_batch_normalize",
 )  # fmt: skip
 
 
 def _refuse_rollout_changes(old: LossSpec, new: LossSpec) -> None:
-    for name in ROLLOUT_FIELDS:
+    in_loss = all("rollout_rs" in POLICY_LOSSES.get(spec.policy_loss).options for spec in (old, new))
+    for name in (*ROLLOUT_FIELDS, *(() if in_loss else ("rollout_rs", "rollout_rs_threshold"))):
         if getattr(old, name) != getattr(new, name):
             raise LossPlusError(
                 f"{name}={getattr(new, name)!r}: it acted at the rollout (there {getattr(old, name)!r}); a replay changes the loss alone."

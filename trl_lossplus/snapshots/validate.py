@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import LossBatch
+from ..batch import IDS, LossBatch
 from ..functional.errors import LossPlusError
 
 KINDS = {
@@ -112,7 +112,7 @@ def checked_parts(
         tensor = getattr(batch, item.name)
         if tensor is None:
             continue
-        kind = "boolean" if item.name in FLAGS else "integer" if item.name == "group_ids" else "floating-point"
+        kind = "boolean" if item.name in FLAGS else "integer" if item.name in IDS else "floating-point"
         if not {"boolean": tensor.dtype == torch.bool, "floating-point": tensor.is_floating_point()}.get(
             kind, not tensor.is_floating_point()
         ):

@@ -50,6 +50,15 @@ def check_rollout_size(dataset: Any, prompts: int) -> None:
         )
 
 
+def check_datasets(train: Any, evaluation: Any, prompts: int) -> None:
+    """Raises LossPlusError for a dataset that cannot be trained on or evaluated; a rollout takes so many prompts."""
+    check_dataset("train_dataset", train)
+    check_rollout_size(train, prompts)
+    for name, dataset in evaluation.items() if isinstance(evaluation, dict) else [("eval_dataset", evaluation)]:
+        if dataset is not None:
+            check_dataset(name, dataset)
+
+
 def check_rewards(reward_funcs: Any) -> list[Any] | None:
     """
     The reward functions as a list, each callable one wrapped so that what it returns is checked.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +27,16 @@ from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from . import layouts, minibatch, rollout
 from .callbacks import add_own, log_stop
-from .checks import check_dataset, check_model_path, check_rewards, check_rollout_size, has_rotary_positions, warn_of_dropout
+from .checks import check_datasets, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
+from .correct import checked_sampler, correct
 from .exchange import Exchange
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
 from .loss_table import loss_table
-from .minibatch import MicroBatch
+from .minibatch import KEEP, MicroBatch
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .resample import Resampler
 from .step_guard import StepGuard
+from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
 from .trl_seam import TRLSeam
@@ -79,11 +82,7 @@ class GRPOPlusTrainer(TRLSeam):
             raise LossPlusError(f"args is a {type(args).__name__}; {type(self).__name__} needs a GRPOPlusConfig.")
         check_model_path(model, args.model_init_kwargs, args.trust_remote_code)
         if kwargs.get("environment_factory") is None:
-            check_dataset("train_dataset", train_dataset)
-            check_rollout_size(train_dataset, args.prompts_per_rollout)
-            for name, dataset in eval_dataset.items() if isinstance(eval_dataset, dict) else [("eval_dataset", eval_dataset)]:
-                if dataset is not None:
-                    check_dataset(name, dataset)
+            check_datasets(train_dataset, eval_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
         self.token_weight_func = token_weight_func
         self._token_weights: list[list[float]] | None = None
@@ -91,6 +90,7 @@ class GRPOPlusTrainer(TRLSeam):
             raise LossPlusError(
                 f"policy_loss {self.spec.policy_loss!r} reads token_weights: pass token_weight_func to the trainer."
             )
+        kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)
         with lora_sync(args, model, kwargs.get("peft_config"), needs_reference) as follows:
@@ -171,7 +171,10 @@ class GRPOPlusTrainer(TRLSeam):
         here = slice(process * rows, (process + 1) * rows)
         if self._token_weights is not None:
             out["token_weights"] = as_tensor(self._token_weights, mask.shape[1], mask.device)
-        kl = self._rollout_kl(out, mask)
+        logps = cache(lambda: self.rollout_logps(out))
+        for name, value in correct(out, mask, self.args, spec, logps, self.accelerator.reduce).items():
+            self.log_value(name, value)
+        kl = self._rollout_kl(out, mask, logps)
         coef = spec.kl_reward_coef * self._kl_factor
         by_row = kl is not None and spec.kl_in_reward and spec.kl_reward_level == "sequence"
         penalty = self.reward_penalty(out, rollout.kl_penalty_rows(cast(Tensor, kl), mask, coef) if by_row else None)
@@ -198,7 +201,8 @@ class GRPOPlusTrainer(TRLSeam):
             out["advantages"] = cast(Tensor, scored.advantages)[here]
             if token_kl is not None:
                 out["advantages"] = rollout.token_kl_advantages(out["advantages"], token_kl, mask, coef)
-        rollout.correct(out, mask, self.args, self.spec)
+        if logps.cache_info().currsize and POLICY_LOSSES.get(spec.policy_loss).over_step is not None:
+            out["logps_at_rollout"] = logps()  # which spares the first optimizer step a pass
         self._log_groups(scored, num_generations)
         return out
 
@@ -215,13 +219,13 @@ class GRPOPlusTrainer(TRLSeam):
         out["advantages"] = select(result.advantages, scored)
         out["returns"] = torch.where(scored, result.returns, out["old_values"]) if "old_values" in out else result.returns
 
-    def _rollout_kl(self, out: MicroBatch, mask: Tensor) -> Tensor | None:
+    def _rollout_kl(self, out: MicroBatch, mask: Tensor, logps: Callable[[], Tensor]) -> Tensor | None:
         """Per-token KL of the local rows, None where nothing reads it; fixes the coefficient for this rollout."""
         if self.mode == "train":
             self._kl_factor = self.kl_controller.coef / starting_coef(self.spec)
         if not (self.spec.kl_in_reward or self.spec.kl_controller == "adaptive"):
             return None
-        return rollout.rollout_kl(self.spec, self.rollout_logps(out), out["ref_per_token_logps"], mask)
+        return rollout.rollout_kl(self.spec, logps(), out["ref_per_token_logps"], mask)
 
     def _control_kl(self, shared: rollout.SharedRows) -> None:
         """Logs the rollout's KL and moves the coefficient for the next one."""
@@ -268,7 +272,9 @@ class GRPOPlusTrainer(TRLSeam):
         used = minibatch.normalize(micro_batches, table, normalization=normalization, scope=self.spec.advantage_norm_scope)
         if self.log_completions:
             self.show_advantages(used.tolist())
-        return layouts.lay_out(self, micro_batches)
+        micro_batches = layouts.lay_out(self, micro_batches)
+        mark_steps(micro_batches, per_window, self.accelerator.num_processes, self.spec, table.width)
+        return micro_batches
 
     # The loss of one micro-batch.
 
@@ -282,6 +288,7 @@ class GRPOPlusTrainer(TRLSeam):
         window = inputs["window"]
         if train and not self.args.windows_are_exact:
             window = minibatch.scaled_window(window, micro_batches)
+        take_step(self, inputs, spec)
         batch, aux_loss = self._forward(model, inputs, spec)
         output = self.combine(batch, spec, window)
         if aux_loss is not None:
@@ -293,7 +300,8 @@ class GRPOPlusTrainer(TRLSeam):
             statistics.add(layouts.computed_rows(inputs))
         if self.args.probes != "off":
             statistics.probe(output, spec.log_ratio_clamp if train and self.in_first_pass else None)
-            statistics.add(mask_statistics(inputs["loss_mask"], inputs["completion_mask"], inputs["ended"]))
+            own = inputs["loss_mask"] | ~inputs[KEEP] if KEEP in inputs else inputs["loss_mask"]
+            statistics.add(mask_statistics(own, inputs["completion_mask"], inputs["ended"]))
         if train:
             self._guard.see(output, inputs)
         if not train or self.accelerator.sync_gradients:
@@ -351,26 +359,16 @@ class GRPOPlusTrainer(TRLSeam):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         entropies = cast(Tensor, entropies)
-        differentiated = spec.entropy_coef != 0.0 or "entropies" in POLICY_LOSSES.get(spec.policy_loss).requires
+        reads = POLICY_LOSSES.get(spec.policy_loss).requires
+        differentiated = spec.entropy_coef != 0.0 or "entropies" in reads
         entropies = entropies if differentiated else entropies.detach()  # no graph for what nothing differentiates
         mask = inputs["loss_mask"]
         entropy_mask = None
         if spec.top_entropy_quantile < 1.0:
             entropy_mask = self.get_high_entropy_mask(entropies.detach(), mask, 1 - spec.top_entropy_quantile)
-        batch = LossBatch(
-            logps=logps,
-            old_logps=inputs.get("old_per_token_logps"),
-            advantages=inputs["advantages"],
-            mask=mask,
-            ref_logps=inputs.get("ref_per_token_logps"),
-            entropies=entropies,
-            rollout_weights=inputs.get("importance_sampling_ratio"),
-            rollout_logps=inputs.get("sampling_per_token_logps"),
-            group_ids=inputs["group_ids"],
-            token_weights=inputs.get("token_weights"),
-            kl_mask=~inputs["flat"].unsqueeze(-1) if spec.zero_std_groups == "no_kl" else None,
-            entropy_mask=entropy_mask,
-        )
+        batch = minibatch.loss_batch(inputs, spec, logps, entropies, entropy_mask)
+        if "row_ids" in reads:
+            batch = replace(batch, row_ids=step_ids(self, inputs["row"]))
         return batch, aux_loss
 
     def end_step(self) -> None:

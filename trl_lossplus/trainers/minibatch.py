@@ -9,16 +9,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..batch import LossBatch
 from ..functional.aggregation import Window
 from ..functional.masking import Moments, row_moments
+from ..spec import LossSpec
 from .normalize import scope_keys, sets_of_rows, whiten_rows
 
 MicroBatch = dict[str, Any]
+KEEP = "sampler_keep"  # key of a (B, T) bool: False for the tokens that rollout_rs rejects
 
 # Tensors along the completion, and along prompt and completion together, that trimming shortens.
 COMPLETION = (
     "completion_ids", "completion_mask", "tool_mask", "loss_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "returns", "old_values", "token_weights",
+    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "returns", "old_values", "token_weights", KEEP,
+    "logps_at_rollout",
 )  # fmt: skip
 WHOLE = ("token_type_ids", "mm_token_type_ids")
 
@@ -29,9 +33,37 @@ def token_mask(micro: MicroBatch) -> Tensor:
     return mask if micro.get("tool_mask") is None else mask & micro["tool_mask"].bool()
 
 
+def kept_mask(micro: MicroBatch) -> Tensor:
+    """(B, T) bool: `token_mask` without the tokens that are rejected."""
+    mask = token_mask(micro)
+    return mask if micro.get(KEEP) is None else mask & micro[KEEP]
+
+
+def loss_batch(
+    micro: MicroBatch, spec: LossSpec, logps: Tensor, entropies: Tensor | None = None, entropy_mask: Tensor | None = None
+) -> LossBatch:
+    """What the loss reads of a micro-batch. logps, entropies: (B, T) of the policy; entropy_mask: (B, T) bool, the high-entropy tokens."""
+    return LossBatch(
+        logps=logps,
+        old_logps=micro.get("old_per_token_logps"),
+        advantages=micro["advantages"],
+        mask=micro["loss_mask"],
+        ref_logps=micro.get("ref_per_token_logps"),
+        entropies=entropies,
+        rollout_weights=micro.get("importance_sampling_ratio"),
+        rollout_logps=micro.get("sampling_per_token_logps"),
+        group_ids=micro["group_ids"],
+        token_weights=micro.get("token_weights"),
+        kl_mask=~micro["flat"].unsqueeze(-1) if spec.zero_std_groups == "no_kl" else None,
+        entropy_mask=entropy_mask,
+        selected_tokens=micro.get("selected_tokens"),
+        row_terms=micro.get("row_terms"),
+    )
+
+
 def _normalized_mask(micro: MicroBatch, normalization: str) -> Tensor:
-    """The tokens whose advantages are counted: of scored rows where they are whitened; over a rollout also those that are dropped."""
-    mask = token_mask(micro) if normalization == "rollout" else micro["loss_mask"]
+    """The tokens whose advantages are counted: of scored rows where they are whitened; over a rollout also those of dropped groups."""
+    mask = kept_mask(micro) if normalization == "rollout" else micro["loss_mask"]
     return mask if normalization == "none" else mask & micro["scored"].unsqueeze(-1)
 
 
@@ -40,7 +72,8 @@ class RowTable(NamedTuple):
     What every process knows of the rollout's rows on all processes, (N,) each, in the order of use, process after process.
 
     row: its number in generation order. window: number of its optimizer step. tokens: valid ones. counted: counts as a row. advantages:
-    moments of its advantages over the tokens that normalization looks at. first: where this process's rows begin.
+    moments of its advantages over the tokens that normalization looks at. first: where this process's rows begin. width: columns of the
+    longest completion.
     """
 
     row: Tensor
@@ -50,6 +83,7 @@ class RowTable(NamedTuple):
     counted: Tensor
     advantages: Moments
     first: int
+    width: int
 
 
 def row_table(
@@ -69,26 +103,29 @@ def row_table(
         micro_batches: one process's, in the order in which they are used.
         per_window: micro-batches an optimizer step. process: this one's number.
         gather: concatenates a tensor over processes along dim 0.
-        empty_rows: whether rows without valid tokens count as rows.
+        empty_rows: whether rows without valid tokens count as rows; those of which every token was rejected never do.
         normalization: none, rollout (flat groups are normalized with the others even if dropped) or learner.
         drop_flat: rows of groups without spread leave the loss and never count.
     """
     columns: list[Tensor] = []
     for i, micro in enumerate(micro_batches):
-        mask = token_mask(micro)
+        mask = kept_mask(micro)
+        lost = token_mask(micro).any(-1) & ~mask.any(-1)
         micro["loss_mask"] = mask & ~micro["flat"].unsqueeze(-1) if drop_flat else mask
         tokens = micro["loss_mask"].sum(-1)
         over = _normalized_mask(micro, normalization)
         advantages = row_moments(as_tokens(micro["advantages"]).expand(mask.shape).float(), over)
-        counted = torch.ones_like(tokens) if empty_rows else tokens > 0
-        counted = counted * ~micro["flat"] if drop_flat else counted
+        counted = ~lost if empty_rows else tokens > 0
+        counted = counted & ~micro["flat"] if drop_flat else counted
+        width = torch.full_like(tokens, mask.shape[1])
         window = torch.full_like(tokens, i // per_window)
-        facts = (micro["row"], window, micro["group_ids"], tokens, counted, *advantages)
+        facts = (micro["row"], window, micro["group_ids"], tokens, counted, width, *advantages)
         columns.append(torch.stack([fact.float() for fact in facts], 1))
     mine = torch.cat(columns)
     everyone = gather(mine).cpu().double()
-    row, window, group, tokens, counted = everyone[:, :5].long().unbind(1)
-    return RowTable(row, window, group, tokens, counted, Moments(*everyone[:, 5:].unbind(1)), process * len(mine))
+    row, window, group, tokens, counted, width = everyone[:, :6].long().unbind(1)
+    moments = Moments(*everyone[:, 6:].unbind(1))
+    return RowTable(row, window, group, tokens, counted, moments, process * len(mine), int(width.max()))
 
 
 def cut_windows(micro_batches: Sequence[MicroBatch], table: RowTable, *, per_window: int, world_size: int) -> None:

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import GRPOPlusConfig
 from ..estimators import compute_advantages, weighted_sum
 from ..functional.advantages import group_spread, reward_to_go, token_rewards
-from ..functional.correction import rollout_importance_weights
 from ..functional.errors import LossPlusError
 from ..functional.kl import estimate_kl
 from ..functional.masking import Moments, row_moments, row_sums, select
@@ -153,21 +151,6 @@ def share_rows(
 def kl_penalty_rows(kl: Tensor, mask: Tensor, coef: float) -> Tensor:
     """coef times each row's summed KL: (B,)."""
     return coef * row_sums(kl, mask)
-
-
-def correct(out: dict[str, Any], mask: Tensor, args: GRPOPlusConfig, spec: LossSpec) -> None:
-    """Importance weights for the sampler's mismatch, where TRL corrects for it (it has then put weights into the rollout)."""
-    if out.get("importance_sampling_ratio") is None:
-        return
-    out["importance_sampling_ratio"] = rollout_importance_weights(
-        out["old_per_token_logps"],
-        out["sampling_per_token_logps"],
-        mask,
-        mode=args.vllm_importance_sampling_mode,
-        clip_min=args.vllm_importance_sampling_clip_min,
-        clip_max=args.vllm_importance_sampling_clip_max,
-        log_ratio_clamp=spec.log_ratio_clamp,
-    )
 
 
 def group_metrics(rollout: ScoredRollout, num_generations: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ def what_moves_still_rows(spec: LossSpec) -> str | None:
     Tried, not declared: the loss of a small batch whose advantages are 0, differentiated, so that it holds for a user's own loss.
     """
     entry = POLICY_LOSSES.get(spec.policy_loss)
-    if entry.select is not None or "whole_groups" in entry.traits:
+    if entry.over_step is not None or "whole_groups" in entry.traits:
         return f"{spec.policy_loss} compares the rows of an optimizer step with each other"
     draw = torch.Generator().manual_seed(0)
 

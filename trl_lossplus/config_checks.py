@@ -1,0 +1,75 @@
+"""What a configuration's settings need of each other beside the loss: optimizer steps that are known, whole groups, a sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .functional.errors import LossPlusError
+from .registry import POLICY_LOSSES
+from .spec import LossSpec
+
+if TYPE_CHECKING:
+    from .config import GRPOPlusConfig
+
+
+def check_correction(args: GRPOPlusConfig, spec: LossSpec) -> None:
+    """Importance weights against the sampler that nothing would read, or that are asked for twice. Raises LossPlusError."""
+    asked = next((name for name in ("rollout_is_correction", "rollout_is_batch_normalize") if getattr(args, name)), None)
+    if asked is None:
+        return
+    entry = POLICY_LOSSES.get(spec.policy_loss)
+    if "reads_rollout_weights" in entry.traits and "rollout_weights" not in entry.requires:
+        raise LossPlusError(
+            f"{asked}=True: nothing reads it with policy_loss {spec.policy_loss!r}, which is computed against the sampler itargs."
+        )
+    if args.use_vllm and not args.vllm_importance_sampling_correction:
+        raise LossPlusError(f"{asked}=True with vllm_importance_sampling_correction=False: the two contradict. Remove one.")
+    if not args.use_vllm and not args.rollout_is_correction:
+        raise LossPlusError(
+            "rollout_is_batch_normalize=True: nothing reads it. Set rollout_is_correction=True for a rollout_func's log-probs, or "
+            "use_vllm=True."
+        )
+
+
+def check_steps(args: GRPOPlusConfig, spec: LossSpec) -> None:
+    """What an objective needs of its optimizer steps: that they are known when they begin, and whole groups. Raises LossPlusError."""
+    entry = POLICY_LOSSES.get(spec.policy_loss)
+    if entry.over_step is not None and not args.windows_are_exact:
+        raise LossPlusError(
+            f"policy_loss={spec.policy_loss!r} looks at a whole optimizer step, so steps_per_generation "
+            f"({args.steps_per_generation}) must be a multiple of gradient_accumulation_steps ({args.gradient_accumulation_steps})."
+        )
+    if "whole_groups" not in entry.traits:
+        return
+    if args.num_generations == 1:
+        raise LossPlusError(
+            f"policy_loss={spec.policy_loss!r} compares the completions of a prompt: num_generations=1 is one each."
+        )
+    if args.steps_per_generation != args.gradient_accumulation_steps:
+        raise LossPlusError(
+            f"policy_loss={spec.policy_loss!r} compares the completions of a prompt, and a rollout's rows are shuffled before it is cut: "
+            f"an optimizer step must be the whole rollout, steps_per_generation ({args.steps_per_generation}) = "
+            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}). For several updates a rollout raise num_iterations."
+        )
+    if entry.over_step is None and (args.gradient_accumulation_steps > 1 or args.world_size > 1):
+        raise LossPlusError(
+            f"policy_loss={spec.policy_loss!r} compares the completions of a prompt, and is handed one micro-batch at a time: register "
+            f"it with over_step=, or set gradient_accumulation_steps (now {args.gradient_accumulation_steps}) to 1 and use one process "
+            f"(now {args.world_size})."
+        )
+
+
+def check_windows(args: GRPOPlusConfig, spec: LossSpec) -> None:
+    """What only whole optimizer-step windows can do. Raises LossPlusError."""
+    if args.windows_are_exact:
+        return
+    for name, value, asked in (
+        ("advantage_normalization", "learner", spec.advantage_normalization == "learner"),
+        ("loss_aggregation", "prompt_mean", spec.loss_aggregation == "prompt_mean"),
+    ):
+        if asked:
+            raise LossPlusError(
+                f"{name}={value!r} needs steps_per_generation ({args.steps_per_generation}) to be a multiple of "
+                f"gradient_accumulation_steps ({args.gradient_accumulation_steps}), so that each optimizer step is "
+                "known when the rollout is cut."
+            )
