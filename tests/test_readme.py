@@ -56,7 +56,7 @@ def test_table_names_fields_and_values():
             listed = {word.strip() for word in row.split(", or your own")[0].split(",")}
             assert listed <= values
     for objective in EVERY_OBJECTIVE:
-        assert objective in README or objective == "real"  # which the trainer cannot feed yet
+        assert objective in README
 
 
 def test_files_and_targets_that_are_named_exist():

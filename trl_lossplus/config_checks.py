@@ -20,7 +20,7 @@ def check_correction(args: GRPOPlusConfig, spec: LossSpec) -> None:
     entry = POLICY_LOSSES.get(spec.policy_loss)
     if "reads_rollout_weights" in entry.traits and "rollout_weights" not in entry.requires:
         raise LossPlusError(
-            f"{asked}=True: nothing reads it with policy_loss {spec.policy_loss!r}, which is computed against the sampler itargs."
+            f"{asked}=True: nothing reads it with policy_loss {spec.policy_loss!r}, which is computed against the sampler itself."
         )
     if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise LossPlusError(f"{asked}=True with vllm_importance_sampling_correction=False: the two contradict. Remove one.")

@@ -9,7 +9,7 @@ from .config import GRPOPlusConfig
 from .explain_warnings import Facts, warnings
 from .functional.aggregation import AGGREGATIONS
 from .ppo_config import PPOPlusConfig
-from .registry import TENSORS
+from .registry import STEP_TENSORS, TENSORS
 
 KL_FORMULAS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) + d - 1", "abs": "|d|"}
 CRITICS = {
@@ -137,9 +137,15 @@ class _Explanation(Facts):
             where = "are part of w" if "reads_rollout_weights" in self.policy.traits else "multiply the policy term"
             bounds = _bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
             mode = config.vllm_importance_sampling_mode
-            yield f"vLLM correction: weights pi_old / pi_sampler, {mode} within {bounds}, {where}"
+            mean = "divided by their mean over the rollout, " if spec.rollout_is_batch_normalize else ""
+            yield f"{self.correction}: weights pi_old / pi_sampler, {mode} within {bounds}, {mean}{where}"
         if spec.top_entropy_quantile < 1.0 or self.masks or self.weighted:
             yield "  what is left out or weighted here still counts in the aggregation's normalizer"
+        if spec.rollout_rs is not None:
+            yield f"Rejection: what differs from the sampler by {spec.rollout_rs} beyond {spec.rollout_rs_threshold} is left out"
+            at_rollout = "at the rollout, by old_logps: out of every term and of the aggregation's normalizer"
+            in_loss = "in the loss, by logps; it still counts in the aggregation's normalizer"
+            yield f"  {in_loss if 'rollout_rs' in self.policy.options else at_rollout}"
         value = "the coefficient in its configuration" if coef is None else f"router_aux_loss_coef {coef:g}"
         yield f"Auxiliary loss of a mixture of experts: stays TRL's, with {value}; none for other models"
 
@@ -249,7 +255,8 @@ class _Explanation(Facts):
             ("entropy bonus", "", "", f"-{spec.entropy_coef:g} entropy" * self.bonus),
             ("high-entropy selection", "", "", "policy term" * (spec.top_entropy_quantile < 1.0)),
             ("off-policy mask", "", "", "policy term" * self.masks),
-            ("vLLM correction", "", "", "policy term" * self.weighted),
+            (self.correction, "", "", "policy term" * self.weighted),
+            ("rejection", "", "", "yes" * (spec.rollout_rs is not None)),
         ]
         acting = [(name, *(cell or "-" for cell in cells)) for name, *cells in rows if any(cells)]
         return _table([("term", "reward", "advantage", "loss"), *acting])
@@ -268,7 +275,8 @@ class _Explanation(Facts):
             (spec.kl_controller == "adaptive", "KL control", ("old_logps", "ref_logps", "mask")),
             (self.bonus, "entropy bonus", ("entropies",)),
             (self.masks and config.use_vllm, "off-policy mask", ("rollout_logps",)),
-            (self.weighted, "vLLM correction", ("old_logps", "rollout_logps", "mask")),
+            (self.weighted, self.correction, ("old_logps", "rollout_logps", "mask")),
+            (self.rejects, "rejection", ("old_logps", "rollout_logps", "mask")),
             (self.weighted, f"policy ({spec.policy_loss})", ("rollout_weights",)),
         ]
         for applies, reader, tensors in more:
@@ -291,6 +299,10 @@ class _Explanation(Facts):
         changes = max((start + uses - 1) // steps - start // steps for start in range(0, uses * steps, uses))
         off = f"Off-policy: changes of the weights between the first and the last use of a rollout: at most {changes}"
         yield "On-policy: each step uses completions of the very weights that it changes" if config.is_on_policy else off
+        if self.policy.over_step is not None and steps * config.world_size > 1:
+            made = " and ".join(name for name in STEP_TENSORS if name in self.policy.requires)
+            yield f"At the start of a step: {made}, over the rows of all its micro-batches and processes"
+            yield "  by a forward pass without gradient more, where the log-probs are not those of the rollout"
         still = "; rows whose advantage is 0 are not computed" if config.skip_still_rows else ""
         yield f"Layout: {config.microbatch_layout}{still}"
         exact = "exact: each optimizer step is normalized by its own tokens and rows"

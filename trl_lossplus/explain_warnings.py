@@ -66,7 +66,11 @@ class Facts:
         self.by_column = "reads_reward_columns" in self.estimator.traits
         self.by_token = "token_level" in self.estimator.traits
         self.kl = canonical_kl(self.spec.kl_estimator)
-        self.weighted = config.use_vllm and config.vllm_importance_sampling_correction
+        needless = "reads_rollout_weights" in self.policy.traits and "rollout_weights" not in self.policy.requires
+        asked = config.use_vllm and config.vllm_importance_sampling_correction or config.rollout_is_correction
+        self.weighted = asked and not needless
+        self.correction = "vLLM correction" if config.use_vllm else "rollout_func correction"
+        self.rejects = self.spec.rollout_rs is not None and "rollout_rs" not in self.policy.options
         self.bonus = config.use_adaptive_entropy or self.spec.entropy_coef != 0.0
         reads_level = "sequence_level" in self.policy.traits or "importance_sampling_level" in self.policy.options
         self.by_row = self.spec.policy_loss == "gmpo" or reads_level and self.spec.sequence_level  # one ratio a row

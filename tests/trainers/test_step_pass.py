@@ -53,6 +53,27 @@ def test_every_accumulation_trains_the_same(toy, tmp_path, name, iterations):
         assert min(logged(runs[0], f"{name}_ratio")) > 0.02
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "accumulation"),
+    [*((name, "shared_prefix", 4) for name in OBJECTIVES), ("clip_cov", "packed", 2), ("real", "packed", 1)],
+)
+def test_packed_rows_are_the_same_step(toy, tmp_path, name, layout, accumulation):
+    """Rows that are laid out without padding, and dealt anew within the step: the weights of the padded step to 1e-6."""
+    padded = run_of(toy, tmp_path, 2, num_iterations=2, **OBJECTIVES[name])
+    packed = run_of(toy, tmp_path, accumulation, num_iterations=2, microbatch_layout=layout, **OBJECTIVES[name])
+    assert apart(weights(padded), weights(trainer(toy, tmp_path))) > 1e-3
+    assert apart(weights(packed), weights(padded)) < 1e-6
+    for metric in ("loss", "clip_cov_ratio", "kl_cov_ratio", "real_groups"):
+        assert logged(packed, metric) == pytest.approx(logged(padded, metric), rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_rows_without_advantage_stay(toy, tmp_path, name):
+    """They are part of what an objective computes over the step: leaving them out is refused before training."""
+    with pytest.raises(LossPlusError, match="skip_still_rows=True would change the gradient: .* compares the rows of an optimizer step"):
+        trainer(toy, tmp_path, skip_still_rows=True, **OBJECTIVES[name])
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_it_is_the_tensor_api_over_the_step(toy, tmp_path, name):
     """Each step's loss, and its gradient by the log-probs, are compute_loss's on all its rows at once: in each of 3 steps."""
