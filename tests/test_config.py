@@ -77,8 +77,6 @@ VALUES = {
     "microbatch_layout": ("packed", {}),
     "skip_still_rows": (True, {}),
     "probes": ("full", {}),
-    "microbatch_layout": ("packed", {}),
-    "skip_still_rows": (True, {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
     "loss_table_rows": (2, {}),

@@ -10,7 +10,7 @@ from trl_lossplus import LossPlusError, compute_advantages
 from trl_lossplus.functional import advantages_baseline as base
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, TENSORS, TRAITS
 
-NAMES = ADVANTAGE_ESTIMATORS.names()
+NAMES = [name for name in ADVANTAGE_ESTIMATORS.names() if not name.startswith("test_")]  # other tests register their own
 MASK = length_mask((4, 2, 3, 4, 1, 3, 2, 4))
 MASK[3, 1] = False  # a hole
 IDS = torch.tensor([9, 2, 9, 2, 9, 2, 9, 5])  # groups of 4, 3 and 1

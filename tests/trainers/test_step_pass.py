@@ -70,7 +70,9 @@ def test_packed_rows_are_the_same_step(toy, tmp_path, name, layout, accumulation
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_rows_without_advantage_stay(toy, tmp_path, name):
     """They are part of what an objective computes over the step: leaving them out is refused before training."""
-    with pytest.raises(LossPlusError, match="skip_still_rows=True would change the gradient: .* compares the rows of an optimizer step"):
+    with pytest.raises(
+        LossPlusError, match="skip_still_rows=True would change the gradient: .* compares the rows of an optimizer step"
+    ):
         trainer(toy, tmp_path, skip_still_rows=True, **OBJECTIVES[name])
 
 
