@@ -7,7 +7,6 @@ A script names its configuration and trainer in a `Recipe` and calls `main` with
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +22,8 @@ from .arguments import TOY, Recipe, RecipeArguments, on_cpu, parse
 from .report import describe_loss, last_line, use_step_lines
 from .rewards import reward_functions
 from .smollm2 import smollm2
+from .stopping import LIBRARIES, TRAINERS, end, rank, refusals
 from .toy_reward_model import TOY_REWARD_MODEL, toy_reward_model
-
-
-def rank() -> int:
-    """This process's number, before anything is set up."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def say(line: str) -> None:
@@ -111,6 +106,10 @@ def build_trainer(recipe: Recipe, arguments: RecipeArguments, training: GRPOPlus
     resume = training.resume_from_checkpoint
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise LossPlusError(f"resume_from_checkpoint={resume!r}: there is no such folder.")
+    if isinstance(resume, str) and not (Path(resume) / "trainer_state.json").is_file():
+        inside = sorted(path.name for path in Path(resume).glob("checkpoint-*"))
+        hint = f"; inside are {', '.join(inside[-3:])}" if inside else ""
+        raise LossPlusError(f"resume_from_checkpoint={resume!r} is no checkpoint: it has no trainer_state.json{hint}.")
     rewards = reward_functions(arguments.reward_names(), training.max_completion_length)
     output = check_output(training.output_dir)
     source = arguments.source()
@@ -133,15 +132,17 @@ def build_trainer(recipe: Recipe, arguments: RecipeArguments, training: GRPOPlus
 
 def run(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Trains, saves, and prints what happened."""
-    arguments, training, model = parse(recipe, argv, say)
-    trainer = build_trainer(recipe, arguments, training, model)
+    with refusals(LIBRARIES):
+        arguments, training, model = parse(recipe, argv, say)
+        trainer = build_trainer(recipe, arguments, training, model)
     use_step_lines(trainer)
     check_processes(trainer)
     say(f"loss: {describe_loss(trainer.spec)}")
     opening = recipe.opening(trainer)
     if opening:
         say(opening)
-    result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    with refusals(TRAINERS):
+        result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(Path(str(training.output_dir)) / "trainer_state.json"))
@@ -159,12 +160,10 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     Runs, and turns wrong input into one line.
 
     Returns:
-        The exit status: 0, or 2 for wrong input. Anything else that goes wrong is raised.
+        The exit status: 0, 2 for wrong input, 1 for a run that a guard stopped. Anything else that goes wrong is raised.
     """
     try:
         run(recipe, argv)
-    except LossPlusError as error:
-        where = f" (process {rank()})" if rank() else ""
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2
+    except Exception as error:
+        return end(error)
     return 0

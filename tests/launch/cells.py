@@ -122,6 +122,8 @@ def config(cell, launch, folder):
     if launch == "ZeRO-3":  # the toy's parameters are so small that DeepSpeed would keep each whole
         zero = args.deepspeed_plugin.hf_ds_config.config["zero_optimization"]
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+    if cell.get("unchecked"):
+        args.deepspeed_plugin.hf_ds_config.config["bf16"]["check_grad_overflow"] = False
     return (PPOPlusTrainer if ppo else GRPOPlusTrainer), args
 
 
@@ -152,19 +154,11 @@ def metric_on_rank_0(prompts, completions, log_metric=None, **kwargs):
     return letters(prompts, completions)
 
 
-def failing(prompts, completions, trainer_state=None, **kwargs):
-    """Raises on the second process in the second step."""
-    if rank() == 1 and trainer_state.global_step == 1:
-        raise ValueError("the reward function cannot go on")
-    return letters(prompts, completions)
-
-
 REWARDS = {
     "letters": letters,
     "flat_for_long": flat_for_long,
     "flat_for_some": flat_for_some,
     "metric_on_rank_0": metric_on_rank_0,
-    "failing": failing,
 }
 
 

@@ -25,6 +25,8 @@ from cells import apart, config, count_collectives, data, draw_by_name, is_split
 from peft import LoraConfig
 from transformers import set_seed
 
+from trl_lossplus.diagnostics.guards import NonFiniteError
+
 
 def build(cell, folder):
     """A cell's trainer."""
@@ -123,11 +125,17 @@ def run(cell):
     start = whole_weights(trainer)
     counts = count_collectives(trainer) if cell.get("count") else None
     log_probs = keep_gradients(trainer) if cell.get("gradients") else None
-    trainer.train(resume_from_checkpoint=cell.get("from"))
+    stopped = None
+    try:
+        trainer.train(resume_from_checkpoint=cell.get("from"))
+    except NonFiniteError as error:
+        if not cell.get("stops"):
+            raise
+        stopped = str(error)
     if log_probs is not None:
         torch.save([x.grad for x in log_probs], folder / f"gradients-{os.environ.get('RANK', '0')}.pt")
     weights = whole_weights(trainer)
-    result = facts(trainer)
+    result = {**facts(trainer), "stopped": stopped}
     if counts is not None:
         result["collectives"] = counts
     if main:

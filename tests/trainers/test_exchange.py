@@ -1,48 +1,13 @@
 """What processes tell each other: objects in one collective, rows of a table, and whitening from them."""
 
-import threading
-
 import pytest
 import torch
 from harness import OneProcess, forward_from, plus_trainer, rollout
+from processes import Processes
 
 from trl_lossplus.trainers.exchange import Exchange
 from trl_lossplus.trainers.minibatch import cut_windows, normalize, row_table
 from trl_lossplus.trainers.rollout import share_rows
-
-
-class Processes:
-    """Threads that stand for processes: `gather` concatenates what all of them hand in."""
-
-    def __init__(self, number):
-        self.number, self.calls = number, 0
-        self.parts = [None] * number
-        self.barrier = threading.Barrier(number, timeout=20)
-
-    def gather_of(self, process):
-        def gather(x):
-            self.parts[process] = x
-            if self.barrier.wait() == 0:
-                self.calls += 1
-            whole = torch.cat(self.parts)
-            self.barrier.wait()
-            return whole
-
-        return gather
-
-    def run(self, work):
-        """What `work(process, gather)` returned, by process."""
-        results = [None] * self.number
-
-        def one(process):
-            results[process] = work(process, self.gather_of(process))
-
-        threads = [threading.Thread(target=one, args=(i,)) for i in range(self.number)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results
 
 
 def test_objects_of_every_process_in_one_collective():

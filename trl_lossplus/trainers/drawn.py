@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..functional.errors import LossPlusError
 
 # TRL's generation step returns, in this order: prompt ids, completion ids, tool mask, completions, the sampler's log-probs, columns of
@@ -26,6 +28,13 @@ class DrawnRow:
     example: dict[str, Any]
     generated: Generated
     logged: dict[str, Any]
+
+
+class Drawn(Exception):
+    """Ends TRL's method once completions are generated and scored: `result` holds the rows and the gathered (N, K) rewards."""
+
+    def __init__(self, result: tuple[list[DrawnRow], Tensor]):
+        self.result = result
 
 
 def as_rows(examples: Sequence[dict[str, Any]], generated: Generated, logged: dict[str, list[Any]]) -> list[DrawnRow]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -30,12 +29,13 @@ from .callbacks import add_own, log_stop
 from .checks import check_datasets, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
 from .correct import checked_sampler, correct
 from .exchange import Exchange
+from .failures import told_once
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
 from .loss_table import loss_table
 from .minibatch import KEEP, MicroBatch
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .resample import Resampler
-from .step_guard import StepGuard
+from .step_guard import StepGuard, gradient_fault
 from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
@@ -152,7 +152,8 @@ class GRPOPlusTrainer(TRLSeam):
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Refuses infinite rewards."""
-        rollout.refuse_infinite(rewards, self.reward_func_names)
+        with told_once(self.accelerator.process_index):
+            rollout.refuse_infinite(rewards, self.reward_func_names)
 
     def see_completions(
         self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
@@ -233,7 +234,8 @@ class GRPOPlusTrainer(TRLSeam):
         if self.mode == "train":
             self.log_value("kl_coef", self.kl_controller.coef)
             if shared.tokens.any():
-                self.kl_controller.update(shared.mean_kl, len(shared.kl))
+                with told_once(self.accelerator.process_index):
+                    self.kl_controller.update(shared.mean_kl, len(shared.kl))
 
     def _log_groups(self, scored: rollout.ScoredRollout, num_generations: int) -> None:
         if num_generations == 1:
@@ -323,8 +325,10 @@ class GRPOPlusTrainer(TRLSeam):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As transformers, just before the optimizer step; a norm that is not finite stops or drops it (a finite loss can have one)."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if norm is not None and not math.isfinite(float(norm)):
-            self._guard.refuse_gradient(float(norm), self.state.global_step, self.accelerator.is_main_process)
+        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        fault = gradient_fault(None if norm is None else float(norm), wrapped and wrapped.engine, self.args.fp16)
+        if fault is not None:
+            self._guard.refuse_gradient(*fault, self.state.global_step, self.accelerator.is_main_process)
             self.model.zero_grad(set_to_none=True)
         return norm
 

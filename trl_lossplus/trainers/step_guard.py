@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +16,41 @@ from torch import Tensor
 
 from ..diagnostics.guards import BadValue, NonFiniteError, agree, bad_counts, bad_flags, first_bad, tensors_of
 from ..loss import LossOutput
+from .failures import told_once
 from .minibatch import MicroBatch
 
 logger = logging.getLogger(__name__)
+
+NOT_TAKEN = "The optimizer step was not taken."
+TAKEN = (
+    "DeepSpeed has taken the optimizer step with it, so the weights are lost: go on from the last checkpoint. With "
+    "bf16: {check_grad_overflow: true} in its configuration it would not take such a step."
+)
+
+
+def gradient_fault(norm: float | None, engine: Any, fp16: bool) -> tuple[float, bool] | None:
+    """
+    What is wrong with the gradient of the optimizer step, if anything.
+
+    DeepSpeed steps inside the backward pass. A gradient that is not finite makes it leave the step out and keep the norm of the step
+    before (ZeRO-3); ZeRO-1 and 2 with `bf16: {check_grad_overflow: false}` take the step and show a norm of -1.
+
+    Args:
+        norm: as transformers has it, None where it has none. engine: DeepSpeed's, or None.
+        fp16: half precision's loss scaler drops such steps itself and goes on with a smaller scale: nothing is wrong.
+
+    Returns:
+        The norm (NaN where DeepSpeed does not tell it) and whether the step was taken; None: the gradient is finite.
+    """
+    if fp16:
+        return None
+    shown = math.nan if norm is None or norm < 0 else norm
+    if engine is None:
+        return None if norm is None or math.isfinite(norm) else (norm, False)
+    taken = engine.was_step_applied()
+    if taken and (norm is None or math.isfinite(shown)):
+        return None
+    return (math.nan if math.isfinite(shown) else shown), taken
 
 
 class StepGuard:
@@ -88,7 +121,7 @@ class StepGuard:
         sentence = agreed.sentence(step)
         self._in_a_row += 1
         if self.policy == "raise":
-            self._stop(step, agreed.tensor, f"{sentence} The optimizer step was not taken.", accelerator.is_main_process)
+            self._stop(step, agreed.tensor, f"{sentence} {NOT_TAKEN}", accelerator.is_main_process)
         if self._in_a_row > self.max_skips:
             told = f"{sentence} {self.max_skips} steps before it were dropped too (nonfinite_max_skips)."
             self._stop(step, agreed.tensor, told, accelerator.is_main_process)
@@ -122,11 +155,15 @@ class StepGuard:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "stopped.json").write_text(json.dumps({"step": step, "tensor": tensor, "sentence": sentence}))
         self.on_stop(self.counts)
-        raise NonFiniteError(sentence)
+        with told_once(0 if is_main else 1):
+            raise NonFiniteError(sentence)
 
-    def refuse_gradient(self, norm: float, step: int, is_main: bool) -> None:
+    def refuse_gradient(self, norm: float, taken: bool, step: int, is_main: bool) -> None:
         """
         What to do about a gradient that is not finite although the loss was: its norm is the same on every process.
+
+        Args:
+            norm: not finite. taken: whether the optimizer step was taken with it (see `gradient_fault`).
 
         Raises:
             NonFiniteError: under raise; under skip after `max_skips` in a row.
@@ -139,7 +176,7 @@ class StepGuard:
         self._in_a_row += 1
         self._gradient_was_bad = True
         if self.policy == "raise" or self._in_a_row > self.max_skips:
-            self._stop(step, "gradient", f"{sentence} The optimizer step was not taken.", is_main)
+            self._stop(step, "gradient", f"{sentence} {TAKEN if taken else NOT_TAKEN}", is_main)
         self.skipped += 1
         if is_main:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)

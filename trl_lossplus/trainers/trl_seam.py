@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, DrawnRow, as_generated, as_rows
+from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, Drawn, DrawnRow, as_generated, as_rows
+from .failures import rewards_of_all
 from .layouts import PackedForward
 from .minibatch import MicroBatch
 from .packing import Packing
@@ -55,13 +57,6 @@ FORWARD_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
     "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-
-
-class _Drawn(Exception):
-    """Ends TRL's method once completions are generated and scored."""
-
-    def __init__(self, result: tuple[list[DrawnRow], Tensor]):
-        self.result = result
 
 
 def check_seam(trainer: type, version: str) -> list[str]:
@@ -108,7 +103,7 @@ class TRLSeam(GRPOTrainer):
     def see_completions(
         self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
     ) -> None:
-        """Called once a rollout with the local rows, before `make_rollout`."""
+        """Called once a rollout with the local rows, before they are rewarded."""
 
     def collect(self, examples: list[dict[str, Any]]) -> tuple[MicroBatch, Tensor]:
         """TRL's rollout of the local examples, and the gathered (N, K) rewards."""
@@ -142,23 +137,28 @@ class TRLSeam(GRPOTrainer):
         generated = super()._generate(prompts)
         if self._draws_from is None:
             return generated
-        raise _Drawn(self._score(prompts, generated))
+        raise Drawn(self._score(prompts, generated))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        if self._drawn is not None:
+        names = [name for name in inputs[0] if name not in ("prompt", "completion", "completion_ids")]
+        columns = {name: [example[name] for example in inputs] for name in names}
+
+        def own() -> Tensor:
+            self.see_completions(prompts, completions, completion_ids_list, columns)
+            if self._drawn is None:
+                return super(TRLSeam, self)._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             rows, rewards = self._drawn
             for column in sorted({column for row in rows for column in row.logged}):
                 self._pending_extra_logs[column].extend(row.logged.get(column) for row in rows)
-        else:
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-            self.check_rewards(rewards)
-        self._gathered_rewards = rewards
-        columns = {
-            key: [example[key] for example in inputs]
-            for key in inputs[0]
-            if key not in ("prompt", "completion", "completion_ids")
-        }
-        self.see_completions(prompts, completions, completion_ids_list, columns)
+            return rewards
+
+        self._gathered_rewards = own() if self._drawn is not None else self._rewards_of_all(own, len(prompts))
+        return self._gathered_rewards
+
+    def _rewards_of_all(self, own: Callable[[], Tensor], rows: int) -> Tensor:
+        """The gathered (N, K) rewards that `own` gives, checked."""
+        rewards = rewards_of_all(own, self.accelerator, (rows, len(self.reward_funcs)))
+        self.check_rewards(rewards)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> MicroBatch:
@@ -199,7 +199,7 @@ class TRLSeam(GRPOTrainer):
         self._draws_from = examples
         try:
             super()._generate_and_score_completions(examples)
-        except _Drawn as drawn:
+        except Drawn as drawn:
             for name, values in metrics.items():
                 if not measured and name != "num_tokens":
                     del values[before.get(name, 0) :]
@@ -222,8 +222,8 @@ class TRLSeam(GRPOTrainer):
         for name, values in generated[EXTRA_FIELDS].items():  # a rollout function's own columns, for the reward functions
             for i, example in enumerate(examples):
                 example[name] = values[i] if isinstance(values, list) else values
-        rewards = super()._calculate_rewards(examples, prompts, generated[COMPLETIONS], generated[COMPLETION_IDS])
-        self.check_rewards(rewards)
+        given = (examples, prompts, generated[COMPLETIONS], generated[COMPLETION_IDS])
+        rewards = self._rewards_of_all(partial(super()._calculate_rewards, *given), len(examples))
         logged = dict(self._pending_extra_logs)
         self._pending_extra_logs.clear()
         return as_rows(examples, generated, logged), rewards
