@@ -17,7 +17,7 @@ h3 { font-size: 1rem; margin: 0; } p { margin: .3rem 0; } .soft { color: var(--s
 .error .badge { color: #8c1d18; } .warning .badge { color: #7a4900; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); align-items: start; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: .3rem; padding: .7rem; min-width: 0; }
-figcaption { font-size: .85rem; color: var(--soft); } svg { display: block; width: 100%; height: auto; }
+figcaption { font-size: .85rem; color: var(--soft); margin-bottom: .4rem; } details { margin: .8rem 0; } svg { display: block; width: 100%; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-bottom: 1px solid var(--line); }
 td.text, .settings td { white-space: pre-wrap; overflow-wrap: anywhere; } code { background: #efefef; padding: .05rem .3rem; border-radius: .2rem; overflow-wrap: anywhere; }
@@ -25,6 +25,7 @@ td.text, .settings td { white-space: pre-wrap; overflow-wrap: anywhere; } code {
 @media (max-width: 40rem) {
   .completions thead { display: none; } .completions :is(table, tbody, tr, td) { display: block; } .completions td { border: 0; padding: .1rem 0; }
   .completions tr { border-bottom: 1px solid var(--line); padding: .5rem 0; }
+  .completions td:not(.text) { display: inline-block; margin-right: .9rem; }
   .completions td::before { content: attr(data-name) ": "; color: var(--soft); }
 }
 @media print {

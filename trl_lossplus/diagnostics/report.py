@@ -104,8 +104,8 @@ def _charts(runs: Sequence[RunLog]) -> Iterator[str]:
         yield f'<p class="soft">Not logged in this run: {escape(", ".join(missing))}.</p>'
 
 
-def _shown(value: Any) -> str:
-    return escape("not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value))
+def _shown(value: Any, digits: int = 6) -> str:
+    return escape("not set" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value))
 
 
 def _differences(run: RunLog, other: RunLog) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _texts(kind: str, title: str, samples: list[tuple[int, list[dict[str, Any]]]
     yield f"<thead><tr><th>step</th><th>prompt</th><th>completion</th>{''.join(f'<th>{escape(c)}</th>' for c in columns)}</tr></thead><tbody>"
     for step, rows in samples:
         for row in rows:
-            cells = "".join(f'<td data-name="{escape(column)}">{_shown(row.get(column))}</td>' for column in columns)
+            cells = "".join(f'<td data-name="{escape(column)}">{_shown(row.get(column), 4)}</td>' for column in columns)
             texts = (f'<td class="text" data-name="{name}">{escape(_plain(row[name]))}</td>' for name in ("prompt", "completion"))
             yield f'<tr><td data-name="step">{step}</td>{"".join(texts)}{cells}</tr>'
     yield "</tbody></table></div></section>"

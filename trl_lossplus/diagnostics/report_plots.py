@@ -94,7 +94,7 @@ def _lines(ax: Axes, runs: Sequence[RunLog], names: dict[str, str], labels: bool
             ax.plot(line.steps, line.values, color=color, linestyle=style, label=text, marker=mark)
             drawn += 1
     if drawn and labels and (drawn > 1 or len(names) > 1):
-        ax.legend(loc="best", ncols=2)
+        ax.legend(loc="best", ncols=2, borderaxespad=0.1, framealpha=0.6)
     return drawn
 
 
