@@ -1,8 +1,8 @@
 """
 What one PPO optimizer step costs in time and memory, relative to a GRPO one.
 
-    python benchmarks/ppo_cost.py              # the table; about 20 minutes on one core
-    python benchmarks/ppo_cost.py --rounds 1   # coarser, about 6 minutes
+    python benchmarks/ppo_cost.py              # the table; about 25 minutes on one core
+    python benchmarks/ppo_cost.py --rounds 1   # coarser, about 8 minutes
 
 The model is the toy with hidden size 256 and 4 layers, under LoRA (all linear layers, rank 32) in float32 on the CPU; 16 rows of 32
 prompt tokens and 64 completion tokens, 4 completions a prompt. Completions come from a fixed `rollout_func`, so no token is
@@ -12,7 +12,10 @@ What is timed: everything from the start to the end of an optimizer step (`on_st
 the rollout that the setting needs (old values, old log-probs, reference), GAE, forward, backward, clipping, optimizer. Where one
 rollout serves several steps, the mean over those steps, so that its passes are shared among them. Each variant runs in a fresh
 process, the variants take turns, and what is shown is the median over the rounds of the ratio within a round; in CPU seconds, which
-other work on the same cores disturbs less than wall seconds.
+other work on the same cores disturbs less than wall seconds. Beside it the multiplications and additions of the step's matrix
+products (torch's FlopCounterMode; attention's own are not among them), which nothing disturbs.
+
+`kept` is the adapter critic with `critic_gradient_checkpointing` off.
 
 What is counted as memory: tensors, as a GPU's peak of allocated memory would be: parameters, buffers and optimizer state, and on top
 of them the peak of what torch allocates and has not freed during one step (torch.profiler's record of each allocation). Beside it
@@ -42,7 +45,13 @@ if __name__ == "__main__":  # the repository's root, not this folder, is where i
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 ROWS, GENERATIONS, PROMPT, COMPLETION = 16, 4, 32, 64
-VARIANTS = ("grpo", "adapter", "shared", "model")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "adapter": {"critic": "adapter"},
+    "kept": {"critic": "adapter", "critic_gradient_checkpointing": False},
+    "shared": {"critic": "shared"},
+    "model": {"critic": "model"},
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "TRL's defaults: on-policy, no reference, checkpointing": {"gradient_checkpointing": True},
     "the same without checkpointing": {"gradient_checkpointing": False},
@@ -55,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "TRL's defaults, and the tokens are generated": {"gradient_checkpointing": True, "generate": True},
 }
-BOUNDS = {"adapter": (1.8, 1.2), "shared": (1.15, 1.1)}
+BOUNDS = {"adapter, kept": (1.8, 1.2), "shared": (1.15, 1.1)}
 WARM, TIMED = 4, 16
 FORWARD = "ppo_cost: loss"
 
@@ -96,12 +105,11 @@ def build(variant: str, settings: dict[str, Any], folder: str) -> Any:
         "logging_steps": 1, "seed": 0, "num_generations": GENERATIONS, "per_device_train_batch_size": ROWS,
         "max_completion_length": COMPLETION, "max_steps": WARM + TIMED, "learning_rate": 1e-5, **settings,
     }  # fmt: skip
-    critic = {} if variant == "grpo" else {"critic": variant}
     config, trainer = (GRPOPlusConfig, GRPOPlusTrainer) if variant == "grpo" else (PPOPlusConfig, PPOPlusTrainer)
     return trainer(
         model=save_toy(f"{folder}/toy", hidden_size=256, num_layers=4),
         reward_funcs=spread_reward,
-        args=config(**common, **critic),
+        args=config(**common, **VARIANTS[variant]),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         **rollout,
         **lora,
@@ -134,6 +142,7 @@ def a_step(seconds: list[float], at_once: int) -> float:
 def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
     """Runs one variant in this process: seconds a step, bytes, parameters."""
     import torch
+    from torch.utils.flop_counter import FlopCounterMode
     from transformers import TrainerCallback
 
     torch.set_num_threads(1)
@@ -147,8 +156,11 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
 
         class Clock(TrainerCallback):
             profile: Any = None
+            counter = FlopCounterMode(display=False)
 
             def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 0:
+                    self.counter.__enter__()
                 if state.global_step == WARM + TIMED - at_once:  # the last rollout is for memory, not for time
                     found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
                     self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
@@ -156,6 +168,9 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
                 self.started = time.process_time(), time.perf_counter()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == at_once:
+                    self.counter.__exit__(None, None, None)
+                    found["flops"] = self.counter.get_total_flops() / at_once
                 if self.profile is not None:
                     self.profile.__exit__(None, None, None)
                     found["peak"], found["kept"] = allocated(self.profile)
@@ -182,6 +197,7 @@ def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
         return {
             "cpu": a_step(cpu, at_once),
             "wall": a_step(wall, at_once),
+            "flops": found["flops"],
             "memory": held + found["peak"],
             "kept": found["kept"],
             "grown": found["grown"],
@@ -209,11 +225,12 @@ def table(title: str, rounds: list[dict[str, dict[str, float]]]) -> list[str]:
     def ratio(variant: str, name: str) -> float:
         return statistics.median(done[variant][name] / (done["grpo"][name] or math.nan) for done in rounds)
 
-    head = f"  {'':8} {'CPU s':>6} {'x GRPO':>6} {'x wall':>6}  {'MB':>6} {'x GRPO':>6} {'kept':>6} {'x grown':>7}"
+    head = f"  {'':8} {'CPU s':>6} {'x GRPO':>6} {'x wall':>6}  {'GFLOP':>6} {'x GRPO':>6}  {'MB':>6} {'x GRPO':>6} {'kept':>6} {'x grown':>7}"
     lines = [title, f"{head}  {'frozen':>8} {'trained':>8}"]
     for variant in rounds[0]:
         row = [
             f"  {variant:8} {median(variant, 'cpu'):6.3f} {ratio(variant, 'cpu'):6.2f} {ratio(variant, 'wall'):6.2f}",
+            f"{median(variant, 'flops') / 1e9:6.1f} {ratio(variant, 'flops'):6.2f}",
             f"{median(variant, 'memory') / 1e6:6.1f} {ratio(variant, 'memory'):6.2f} {median(variant, 'kept') / 1e6:6.1f} "
             f"{ratio(variant, 'grown'):7.2f}",
             f"{median(variant, 'frozen'):8.0f} {median(variant, 'trained'):8.0f}",
@@ -226,7 +243,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--variants", nargs="+", default=["grpo", "adapter", "shared"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["grpo", "adapter", "kept", "shared"], choices=VARIANTS)
     parser.add_argument("--only", type=int, help="the setting of this number alone")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -236,7 +253,8 @@ def main() -> int:
     for number, (title, settings) in enumerate(SETTINGS.items()):
         if words.only not in (None, number):
             continue
-        rounds = [{variant: in_a_process(variant, settings) for variant in words.variants} for _ in range(words.rounds)]
+        variants = [name for name in words.variants if name != "kept" or settings["gradient_checkpointing"]]
+        rounds = [{variant: in_a_process(variant, settings) for variant in variants} for _ in range(words.rounds)]
         print("\n".join(table(title, rounds)), flush=True)
     print("bounds (issue 3): " + "; ".join(f"{name} {time_}x time, {memory}x memory" for name, (time_, memory) in BOUNDS.items()))
     return 0

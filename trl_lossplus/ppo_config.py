@@ -42,6 +42,10 @@ class PPOPlusConfig(GRPOPlusConfig):
     critic_learning_rate: float | None = option("Learning rate of the critic's parameters. None: learning_rate.")
     critic_lr_scheduler_type: str | None = option("Scheduler of the critic's learning rate. None: lr_scheduler_type.")
     critic_warmup_steps: int = option("Optimizer steps at the start in which the critic alone is trained.", 0)
+    critic_gradient_checkpointing: bool | None = option(
+        "Of the pass of an adapter or model critic, with gradient_checkpointing. False: it keeps its activations, which saves a forward "
+        "pass and costs their memory. None: as the policy's, but for the last layer, where recomputing saves no memory."
+    )
     critic_detach: bool = option("shared: keep the value loss's gradient out of the policy's trunk.", False)
     gamma: float = option("Discount a token.", 1.0)
     gae_lambda: float = option("Lambda of the advantages.", 0.95)
@@ -80,11 +84,26 @@ class PPOPlusConfig(GRPOPlusConfig):
             raise LossPlusError(f"critic_detach=True: only critic='shared' reads it; critic is {self.critic!r}.")
         if self.value_loss != "huber" and self.huber_delta != 1.0:
             raise LossPlusError(f"huber_delta={self.huber_delta}: nothing reads it. Set value_loss='huber'.")
+        self._check_checkpointing()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # two forward passes before one backward pass: every parameter is used
         self._post_init_with_any_group_size()
         if self.num_generations == 1 and self.zero_std_groups != "keep":
             raise LossPlusError(f"zero_std_groups={self.zero_std_groups!r} with num_generations=1: every group would be flat.")
+
+    def _check_checkpointing(self) -> None:
+        asked = self.critic_gradient_checkpointing
+        if asked is not None and self.critic == "shared":
+            raise LossPlusError(
+                f"critic_gradient_checkpointing={asked}: critic='shared' has no pass of its own. Allowed with adapter and model."
+            )
+        if asked and not self.gradient_checkpointing:
+            raise LossPlusError("critic_gradient_checkpointing=True: it needs gradient_checkpointing=True.")
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether a rollout is one micro-batch that serves one update: its loss's forward passes are then those of the rollout too."""
+        return self.is_on_policy and self.micro_batches_per_rollout == 1 and self.num_iterations == 1
 
     def _post_init_with_any_group_size(self) -> None:
         """TRL refuses fewer than two generations a prompt, which only its group-relative advantages need."""

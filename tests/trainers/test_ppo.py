@@ -10,7 +10,8 @@ from toyrun import SeeLoss, StopAt, apart, fixed_rollout, letter_reward, logged,
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MixtralConfig, MixtralForCausalLM, Trainer
 
 from trl_lossplus import LossPlusError, PPOPlusConfig, PPOPlusTrainer
-from trl_lossplus.trainers.critic import Critic, values_at_tokens
+from trl_lossplus.trainers.critic import Critic
+from trl_lossplus.trainers.value_pass import values_at_tokens
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 CRITICS = {"adapter": {"critic": "adapter"}, "shared": {"critic": "shared"}, "model": {"critic": "model"}}

@@ -26,6 +26,12 @@ def tuner_layers(module: nn.Module) -> list[BaseTunerLayer]:
     return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
 
 
+def adapters_of(module: nn.Module) -> list[str]:
+    """Names of the adapters that act in the first PEFT layer below a module; none without PEFT layers, or where they are off."""
+    layer = next((layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)), None)
+    return [] if layer is None or layer.disable_adapters else list(layer.active_adapters)
+
+
 def read_state(layers: Sequence[BaseTunerLayer]) -> list[State]:
     """Which adapter is active in each layer, and whether adapters are off."""
     return [(layer._active_adapter, layer._disable_adapters) for layer in layers]

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
-from .adapters import active_adapter, base_of, keep_adapter_in_recomputation
+from .adapters import active_adapter, adapters_of, base_of, keep_adapter_in_recomputation
 from .sharded import write
+from .value_pass import checkpointed_layers, keeping
 
 ADAPTER = "critic"
 # The name holds `lora_`, by which TRL tells what is not part of the model that vLLM serves.
@@ -45,17 +46,25 @@ def hidden_size(model: nn.Module) -> int:
     return model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
 
 
+def trunk_of(model: nn.Module) -> nn.Module:
+    """The policy's layers, without its LM head."""
+    return base_of(model).base_model  # type: ignore[return-value]
+
+
 class Critic:
     """
     What the three critics have in common: a `role="critic"` of the policy module's forward.
 
     values(model, input_ids, attention_mask) goes through the wrapped `model` and gives (B, P + C) values, float32.
+
+    checkpointing: False where the layers of the critic's own pass keep their activations though the policy's are recomputed.
     """
 
     kind = ""
 
-    def __init__(self, policy: nn.Module):
+    def __init__(self, policy: nn.Module, checkpointing: bool | None = None):
         self.policy = policy
+        self.checkpointing = checkpointing
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, P + C) values at every position, inside the policy module's forward."""
@@ -92,10 +101,11 @@ class Critic:
 
         self.policy.forward = forward
 
-    def _hidden(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Last hidden states of the trunk, without the LM head: (B, P + C, H)."""
-        trunk = base_of(self.policy).base_model
-        return trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state  # type: ignore[operator]
+    def _hidden(self, trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Last hidden states of a model without its head: (B, P + C, H)."""
+        layers = checkpointed_layers(trunk)
+        with keeping(layers if self.checkpointing is False else layers[-1:]):
+            return trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:
         head = getattr(self.policy, HEAD)
@@ -127,8 +137,8 @@ class AdapterCritic(Critic):
 
     kind = "adapter"
 
-    def __init__(self, policy: nn.Module, start: Path | None = None):
-        super().__init__(policy)
+    def __init__(self, policy: nn.Module, start: Path | None = None, checkpointing: bool | None = None):
+        super().__init__(policy, checkpointing)
         if not isinstance(policy, PeftModel) or not isinstance(policy.peft_config.get("default"), LoraConfig):
             raise LossPlusError(
                 "critic='adapter' needs a policy with a LoRA adapter named 'default' (peft_config=LoraConfig(...)). Without LoRA "
@@ -148,7 +158,7 @@ class AdapterCritic(Critic):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         with active_adapter(self.policy, ADAPTER):
-            return self._score(self._hidden(input_ids, attention_mask))
+            return self._score(self._hidden(trunk_of(self.policy), input_ids, attention_mask))
 
     def own(self, name: str) -> bool:
         return f".{ADAPTER}." in name or HEAD in name
@@ -169,40 +179,37 @@ class AdapterCritic(Critic):
 
 
 class SharedCritic(Critic):
-    """A head on the policy's hidden states: its values come with the policy's forward pass."""
+    """A head on the policy's hidden states: its values come with any forward pass of the policy that is watched."""
 
     kind = "shared"
 
     def __init__(self, policy: nn.Module, start: Path | None = None, detach: bool = False):
         super().__init__(policy)
         self.detach = detach
-        self._captured: Tensor | None = None
-        self._capturing = False
+        self._seen: list[Tensor] | None = None
+        self._adapters = adapters_of(policy)
         self._add_head()
         self._install()
-        trunk: Any = base_of(policy).base_model
-        trunk.register_forward_hook(self._capture)
+        trunk_of(policy).register_forward_hook(self._see)
         if start is not None:
             self.load(start)
 
-    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._capturing:
+    def _see(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._seen is not None and adapters_of(self.policy) == self._adapters:  # a LoRA reference is the same trunk
             hidden = output.last_hidden_state
-            self._captured = self._score(hidden.detach() if self.detach else hidden)
+            self._seen.append(self._score(hidden.detach() if self.detach else hidden))
 
-    def with_policy(self, forward: Callable[[], Any]) -> tuple[Any, Tensor]:
-        """Runs a policy forward pass; returns its result and the values at every position that came with it."""
-        self._capturing = True
+    def watch(self, forward: Callable[[], Any]) -> tuple[Any, Tensor | None]:
+        """Runs forward passes; returns their result and the (B, P + C) values that came with them, None if they were not the policy's."""
+        self._seen = []
         try:
             result = forward()
+            return result, torch.cat(self._seen) if self._seen else None
         finally:
-            self._capturing = False
-        values, self._captured = self._captured, None
-        assert values is not None
-        return result, values
+            self._seen = None
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self._score(self._hidden(input_ids, attention_mask))
+        return self._score(self._hidden(trunk_of(self.policy), input_ids, attention_mask))
 
     def own(self, name: str) -> bool:
         return HEAD in name
@@ -226,8 +233,15 @@ class ModelCritic(Critic):
 
     kind = "model"
 
-    def __init__(self, policy: nn.Module, start: str, init_kwargs: dict[str, Any], trust_remote_code: bool = False):
-        super().__init__(policy)
+    def __init__(
+        self,
+        policy: nn.Module,
+        start: str,
+        init_kwargs: dict[str, Any],
+        trust_remote_code: bool = False,
+        checkpointing: bool | None = None,
+    ):
+        super().__init__(policy, checkpointing)
         kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs, "num_labels": 1}
         kwargs.setdefault("dtype", base_of(policy).dtype)
         try:
@@ -252,8 +266,7 @@ class ModelCritic(Critic):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         critic: Any = self.model
-        hidden = critic.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return critic.score(hidden).squeeze(-1).float()
+        return critic.score(self._hidden(critic.base_model, input_ids, attention_mask)).squeeze(-1).float()
 
     def own(self, name: str) -> bool:
         return f"{MODEL}." in name
@@ -281,17 +294,3 @@ class ModelCritic(Critic):
 def without_critic(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """The policy's part of the module's state dict."""
     return {name: tensor for name, tensor in state_dict.items() if HEAD not in name and f"{MODEL}." not in name}
-
-
-def values_at_tokens(values: Tensor, prompt_length: int) -> Tensor:
-    """
-    From values at every position to one a completion token, and one after the last.
-
-    Args:
-        values: (B, P + C).
-
-    Returns:
-        (B, C + 1): column t is the value of the state before token t, read at position P - 1 + t; the last column that of the
-        state after the last token.
-    """
-    return values[:, prompt_length - 1 :]

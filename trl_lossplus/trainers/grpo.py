@@ -39,7 +39,7 @@ from .step_guard import StepGuard, gradient_fault
 from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
-from .trl_seam import TRLSeam
+from .trl_seam import PASSES, TRLSeam
 
 logger = logging.getLogger(__name__)
 
@@ -359,9 +359,8 @@ class GRPOPlusTrainer(TRLSeam):
 
     def _forward(self, model: nn.Module, inputs: MicroBatch, spec: LossSpec) -> tuple[LossBatch, Tensor | None]:
         """The policy's forward pass, and the batch that the loss reads."""
-        logps, entropies, aux_loss = self.policy_forward(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        taken = inputs if "logps" in inputs else self.passes(model, inputs)
+        logps, entropies, aux_loss = (taken[name] for name in PASSES)
         entropies = cast(Tensor, entropies)
         reads = POLICY_LOSSES.get(spec.policy_loss).requires
         differentiated = spec.entropy_coef != 0.0 or "entropies" in reads

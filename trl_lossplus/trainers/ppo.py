@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +21,11 @@ from ..functional.masking import select
 from ..loss import LossOutput, compute_loss
 from ..ppo_config import PPOPlusConfig
 from ..spec import LossSpec
-from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, values_at_tokens, without_critic
+from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, without_critic
 from .grpo import GRPOPlusTrainer
 from .minibatch import MicroBatch
+from .trl_seam import PASSES
+from .value_pass import checkpointed_layers, values_at_tokens, values_by_length, whole
 
 
 class PPOPlusTrainer(GRPOPlusTrainer):
@@ -53,6 +56,12 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         self._refuse_vision()
         self.critic = self._build_critic(model)
+        self._seen_values: Tensor | None = None
+        if args.critic_gradient_checkpointing is False and args.gradient_checkpointing and not checkpointed_layers(self.model):
+            raise LossPlusError(
+                f"critic_gradient_checkpointing=False: the layers of a {type(base_of(self.model)).__name__} cannot be told apart from "
+                "outside. Leave it unset."
+            )
         if args.disable_dropout:
             for module in self.model.modules():
                 if isinstance(module, nn.Dropout):
@@ -72,7 +81,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         path = args.critic_model_name_or_path
         start = None if path is None else Path(path)
         if kind == "adapter":
-            return AdapterCritic(self.model, start)
+            return AdapterCritic(self.model, start, args.critic_gradient_checkpointing)
         if kind == "shared":
             return SharedCritic(self.model, start, detach=args.critic_detach)
         if path is None and not isinstance(model, str) and not self.model.config._name_or_path:
@@ -82,20 +91,17 @@ class PPOPlusTrainer(GRPOPlusTrainer):
             )
         name = path or (model if isinstance(model, str) else self.model.config._name_or_path)
         kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-        return ModelCritic(self.model, name, kwargs if path is None else {}, args.trust_remote_code)
+        return ModelCritic(
+            self.model, name, kwargs if path is None else {}, args.trust_remote_code, args.critic_gradient_checkpointing
+        )
 
     # The rollout.
 
     def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
-        """Old values come from the critic that the rollout was made under; then as GRPO."""
-        rows = self.rows_per_pass
-        ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
-        mask = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
-        with self.for_rollout_pass():
-            parts = [self.critic.values(self.model, a, b) for a, b in zip(ids.split(rows), mask.split(rows), strict=True)]
-        values = values_at_tokens(torch.cat(parts), out["prompt_ids"].shape[1])
-        out["old_values"] = values[:, :-1]
-        out["next_values"] = values.gather(1, out["completion_mask"].sum(1, keepdim=True)).squeeze(1)
+        """Where the next loss reads the whole rollout under these very weights, its forward passes are taken now; then as GRPO."""
+        if self.mode == "train" and self.args.one_pass:
+            with self.compute_loss_context_manager():
+                out |= self.passes(self.model_wrapped, out)
         return super().make_rollout(out, rewards)
 
     def reward_penalty(self, out: MicroBatch, penalty: Tensor | None) -> Tensor | None:
@@ -106,24 +112,56 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         return missing if penalty is None else penalty + missing
 
     def token_advantages(self, out: MicroBatch, rewards: Tensor, mask: Tensor, **options: Any) -> None:
-        """GAE; what follows a completion that was cut off is 0, or the critic's value there."""
+        """GAE over the values of the critic as it is; after a completion that was cut off comes 0, or the critic's value there."""
+        found = out if "values" in out else self._rollout_values(out)
+        out["old_values"], out["next_values"] = found["values"].detach(), found["next_values"].detach()
         if self.args.truncated_completions == "bootstrap":
             options["bootstrap"] = select(out["next_values"], ~out["ended"])
         super().token_advantages(out, rewards, mask, **options)
 
+    # Values.
+
+    def around_logps(self, take: Callable[[], Any]) -> Any:
+        """With a shared critic, values come with the policy's log-probs, and are kept for who asks next."""
+        if not isinstance(self.critic, SharedCritic):
+            return take()
+        result, values = self.critic.watch(take)
+        self._seen_values = self._seen_values if values is None else values
+        return result
+
+    def passes(self, model: nn.Module, inputs: MicroBatch) -> MicroBatch:
+        """Also values (B, T) of the states before the tokens, and next_values (B,) of those after the last."""
+        taken = super().passes(model, inputs)
+        seen = self._take_seen_values()
+        values = self.critic.values(model, *whole(inputs)) if seen is None else seen
+        return taken | self._by_token(values_at_tokens(values, inputs["prompt_ids"].shape[1]), inputs)
+
+    def _rollout_values(self, out: MicroBatch) -> MicroBatch:
+        """The same without gradient: from the pass that took the rollout's log-probs, or from one of the critic's own."""
+        seen = self._take_seen_values()
+        if seen is not None:
+            return self._by_token(values_at_tokens(seen, out["prompt_ids"].shape[1]), out)
+        with self.for_rollout_pass():
+            take = partial(self.critic.values, self.model)
+            rows, left = self.rows_per_pass, self._trims_left
+            return self._by_token(values_by_length(take, out, rows, left=left, multiple=self.padded_multiple), out)
+
+    def _take_seen_values(self) -> Tensor | None:
+        seen, self._seen_values = self._seen_values, None
+        return seen
+
+    @staticmethod
+    def _by_token(values: Tensor, rows: MicroBatch) -> MicroBatch:
+        after = values.gather(1, rows["completion_mask"].sum(1, keepdim=True)).squeeze(1)
+        return {"values": values[:, :-1], "next_values": after}
+
     # The loss.
 
     def _forward(self, model: nn.Module, inputs: MicroBatch, spec: LossSpec) -> tuple[LossBatch, Tensor | None]:
-        if isinstance(self.critic, SharedCritic):
-            policy: Callable[[], Any] = lambda: super(PPOPlusTrainer, self)._forward(model, inputs, spec)  # noqa: E731
-            (batch, aux_loss), values = self.critic.with_policy(policy)
-        else:
-            batch, aux_loss = super()._forward(model, inputs, spec)
-            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-            values = self.critic.values(model, ids, mask)
-        values = values_at_tokens(values, inputs["prompt_ids"].shape[1])[:, :-1]
-        return replace(batch, values=values, old_values=inputs["old_values"], returns=inputs["returns"]), aux_loss
+        here = {name: inputs.pop(name) for name in (*PASSES, "values") if name in inputs}  # their graph serves one backward pass
+        taken = here or self.passes(model, inputs)
+        batch, aux_loss = super()._forward(model, inputs | taken, spec)
+        return replace(batch, values=taken["values"], old_values=inputs["old_values"], returns=inputs["returns"]), aux_loss
 
     @property
     def in_critic_warmup(self) -> bool:

@@ -1,0 +1,83 @@
+"""
+What a critic's forward pass leaves out: padding, and checkpoints that save no memory.
+
+Padding: rows of like length are taken together, each chunk trimmed to its own longest row; exact where `minibatch.trim` is.
+
+Checkpoints: the critic's forward pass is the last before the backward pass, which begins with the critic's last layer. Recomputing that
+layer would make again what was thrown away a moment before, at the same peak; so it keeps what it saved. No number changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .minibatch import MicroBatch, trim
+
+ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+def values_at_tokens(values: Tensor, prompt_length: int) -> Tensor:
+    """
+    From values at every position to one a completion token, and one after the last.
+
+    Args:
+        values: (B, P + C).
+
+    Returns:
+        (B, C + 1): column t is the value of the state before token t, read at position P - 1 + t; the last column that of the
+        state after the last token.
+    """
+    return values[:, prompt_length - 1 :]
+
+
+def whole(rows: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of prompt and completion: (B, P + C) each."""
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+    return ids, torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+
+
+def values_by_length(
+    take: Callable[[Tensor, Tensor], Tensor], rollout: MicroBatch, rows: int, *, left: bool, multiple: int = 1
+) -> Tensor:
+    """
+    A pass over a rollout, `rows` rows of like length at a time.
+
+    Args:
+        take: from ids and attention mask (b, p + c) to values (b, p + c).
+        left, multiple: as for `minibatch.trim`.
+
+    Returns:
+        (B, C + 1), as `values_at_tokens`; 0 after the longest row of each chunk.
+    """
+    lengths = rollout["prompt_mask"].sum(1) + rollout["completion_mask"].sum(1)
+    order = lengths.argsort(stable=True).split(rows)
+    chunks = [{name: rollout[name][part] for name in ROWS} for part in order]
+    trim(chunks, left=left, multiple=multiple)
+    values = torch.zeros(len(lengths), rollout["completion_ids"].shape[1] + 1, device=lengths.device)
+    for part, chunk in zip(order, chunks, strict=True):
+        found = values_at_tokens(take(*whole(chunk)), chunk["prompt_ids"].shape[1])
+        values[part, : found.shape[1]] = found
+    return values
+
+
+def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers that gradient checkpointing recomputes one by one, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def keeping(layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
+    """While it is open, these layers keep what they save for the backward pass, whatever gradient checkpointing says."""
+    before = [layer.gradient_checkpointing for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer, on in zip(layers, before, strict=True):
+            layer.gradient_checkpointing = on
