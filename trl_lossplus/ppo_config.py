@@ -43,8 +43,8 @@ class PPOPlusConfig(GRPOPlusConfig):
     critic_lr_scheduler_type: str | None = option("Scheduler of the critic's learning rate. None: lr_scheduler_type.")
     critic_warmup_steps: int = option("Optimizer steps at the start in which the critic alone is trained.", 0)
     critic_gradient_checkpointing: bool | None = option(
-        "Of the pass of an adapter or model critic, with gradient_checkpointing. False: it keeps its activations, which saves a forward "
-        "pass and costs their memory. None: as the policy's, but for the last layer, where recomputing saves no memory."
+        "With gradient_checkpointing, of an adapter or model critic's own pass. False: it keeps its activations, which saves a forward "
+        "pass and costs their memory. None: all layers are recomputed but the last, where that saves no memory. True: all."
     )
     critic_detach: bool = option("shared: keep the value loss's gradient out of the policy's trunk.", False)
     gamma: float = option("Discount a token.", 1.0)

@@ -57,7 +57,7 @@ class Critic:
 
     values(model, input_ids, attention_mask) goes through the wrapped `model` and gives (B, P + C) values, float32.
 
-    checkpointing: False where the layers of the critic's own pass keep their activations though the policy's are recomputed.
+    checkpointing: which layers of the critic's own pass are recomputed where the policy's are. None: all but the last.
     """
 
     kind = ""
@@ -104,7 +104,7 @@ class Critic:
     def _hidden(self, trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Last hidden states of a model without its head: (B, P + C, H)."""
         layers = checkpointed_layers(trunk)
-        with keeping(layers if self.checkpointing is False else layers[-1:]):
+        with keeping({None: layers[-1:], True: [], False: layers}[self.checkpointing]):
             return trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:
