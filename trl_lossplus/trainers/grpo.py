@@ -39,7 +39,7 @@ from .step_guard import StepGuard, gradient_fault
 from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
 from .token_weights import TokenWeightFunc, as_tensor, evaluate
-from .trl_seam import PASSES, TRLSeam
+from .trl_seam import TRLSeam
 
 logger = logging.getLogger(__name__)
 
@@ -357,10 +357,15 @@ class GRPOPlusTrainer(TRLSeam):
         """The terms of the loss, put together."""
         return compute_loss(batch, spec, window)
 
+    def passes(self, model: nn.Module, inputs: MicroBatch) -> MicroBatch:
+        """What the loss reads of the forward passes: logps and entropies (B, T), aux_loss or None."""
+        taken = self.policy_forward(model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        return dict(zip(minibatch.PASSES, taken, strict=True))
+
     def _forward(self, model: nn.Module, inputs: MicroBatch, spec: LossSpec) -> tuple[LossBatch, Tensor | None]:
         """The policy's forward pass, and the batch that the loss reads."""
         taken = inputs if "logps" in inputs else self.passes(model, inputs)
-        logps, entropies, aux_loss = (taken[name] for name in PASSES)
+        logps, entropies, aux_loss = (taken[name] for name in minibatch.PASSES)
         entropies = cast(Tensor, entropies)
         reads = POLICY_LOSSES.get(spec.policy_loss).requires
         differentiated = spec.entropy_coef != 0.0 or "entropies" in reads

@@ -25,6 +25,8 @@ COMPLETION = (
     "logps_at_rollout", "logps", "entropies", "values",
 )  # fmt: skip
 WHOLE = ("token_type_ids", "mm_token_type_ids")
+# What the forward passes of the loss gave, where a micro-batch holds it already.
+PASSES = ("logps", "entropies", "aux_loss")
 
 
 def token_mask(micro: MicroBatch) -> Tensor:

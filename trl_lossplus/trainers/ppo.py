@@ -23,8 +23,7 @@ from ..ppo_config import PPOPlusConfig
 from ..spec import LossSpec
 from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, without_critic
 from .grpo import GRPOPlusTrainer
-from .minibatch import MicroBatch
-from .trl_seam import PASSES
+from .minibatch import PASSES, MicroBatch
 from .value_pass import checkpointed_layers, values_at_tokens, values_by_length, whole
 
 
@@ -129,6 +128,11 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         self._seen_values = self._seen_values if values is None else values
         return result
 
+    def rollout_logps(self, rollout: MicroBatch) -> Tensor:
+        """As GRPO; from the loss's own pass where it was taken at the rollout."""
+        taken = "logps" in rollout and rollout.get("old_per_token_logps") is None
+        return rollout["logps"].detach() if taken else super().rollout_logps(rollout)
+
     def passes(self, model: nn.Module, inputs: MicroBatch) -> MicroBatch:
         """Also values (B, T) of the states before the tokens, and next_values (B,) of those after the last."""
         taken = super().passes(model, inputs)
@@ -143,7 +147,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
             return self._by_token(values_at_tokens(seen, out["prompt_ids"].shape[1]), out)
         with self.for_rollout_pass():
             take = partial(self.critic.values, self.model)
-            rows, left = self.rows_per_pass, self._trims_left
+            rows, left = self.rows_per_pass, self.trims_left
             return self._by_token(values_by_length(take, out, rows, left=left, multiple=self.padded_multiple), out)
 
     def _take_seen_values(self) -> Tensor | None:

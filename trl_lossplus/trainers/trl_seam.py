@@ -57,8 +57,6 @@ FORWARD_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
     "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-# The results of `policy_forward`, by the names under which a micro-batch may hold them.
-PASSES = ("logps", "entropies", "aux_loss")
 
 
 def check_seam(trainer: type, version: str) -> list[str]:
@@ -182,9 +180,6 @@ class TRLSeam(GRPOTrainer):
     def _compute_loss(self, model: torch.nn.Module, inputs: MicroBatch) -> Tensor:
         return self.micro_loss(model, inputs)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around_logps(partial(super()._get_per_token_logps_and_entropies, *args, **kwargs))
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
@@ -248,9 +243,8 @@ class TRLSeam(GRPOTrainer):
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.packed is None:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
-            )
+            args = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy)
+            return self.around_logps(partial(super()._get_per_token_logps_and_entropies, *args, **others))
         parts = self.packed.chunks(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
         logps, entropies = zip(*(self.score(model, packing) for packing in parts), strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
@@ -340,21 +334,10 @@ class TRLSeam(GRPOTrainer):
         with self.accelerator.autocast():
             return cast(PackedForward, self.packed).score(model, packing)
 
-    def passes(self, model: torch.nn.Module, inputs: MicroBatch) -> MicroBatch:
-        """What the loss reads of the model's forward passes: logps and entropies (B, T), aux_loss or None."""
-        taken = self.policy_forward(model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
-        return dict(zip(PASSES, taken, strict=True))
-
     def rollout_logps(self, rollout: MicroBatch) -> Tensor:
-        """
-        Log-probs (B, T) of the rollout under the policy as it is, without gradient; TRL's or the loss's own where they were taken.
-
-        They are not stored: where TRL takes none, the update is on-policy and the loss uses its own forward pass.
-        """
+        """Log-probs (B, T) of the policy as it is, without gradient: TRL's; where it took none, taken here and not stored (on-policy)."""
         if rollout.get("old_per_token_logps") is not None:
             return rollout["old_per_token_logps"]
-        if "logps" in rollout:
-            return rollout["logps"].detach()
         with self.for_rollout_pass():
             return self.policy_forward(self.model, rollout, batch_size=self.rows_per_pass)[0]
 
