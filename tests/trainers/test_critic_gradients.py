@@ -78,11 +78,15 @@ def reference(toy, state, micro_batches, settings):
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["none", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_gradients_equal_two_separate_models(toy, tmp_path, checkpointing, accumulation):
-    """To 1e-5 of each tensor's largest entry; two passes over the rollout, so that ratios are computed from stored log-probs."""
+@pytest.mark.parametrize("uses", [1, 2], ids=["on-policy", "two passes"])
+def test_gradients_equal_two_separate_models(toy, tmp_path, checkpointing, accumulation, uses):
+    """
+    To 1e-5 of each tensor's largest entry. Two passes over the rollout: ratios are computed from stored log-probs. On-policy without
+    accumulation: the loss's forward passes are taken at the rollout.
+    """
     settings = {
         "per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation, "max_steps": 1,
-        "max_grad_norm": 0.0, "vf_coef": 0.7, "num_iterations": 2, "num_generations": 1, "beta": 0.0,
+        "max_grad_norm": 0.0, "vf_coef": 0.7, "num_iterations": uses, "num_generations": 1, "beta": 0.0,
     }  # fmt: skip
     if checkpointing is not None:
         settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}

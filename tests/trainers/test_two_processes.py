@@ -93,12 +93,21 @@ ZERO2 = {
 }  # fmt: skip
 
 
+# The rollout's passes are the loss's own, once an optimizer step, and twice an optimizer step.
+ONE_PASS = {
+    "a micro-batch a step": {"gradient_accumulation_steps": 1},
+    "two rollouts a step": {"steps_per_generation": 1, "learning_rate": 0.6},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "zero2"])
-def test_ppo_with_an_adapter_critic_on_two_processes(toy, tmp_path, backend):
+@pytest.mark.parametrize("way", [None, *ONE_PASS])
+def test_ppo_with_an_adapter_critic_on_two_processes(toy, tmp_path, backend, way):
     """Adapter critic, checkpointing, accumulation, KL with the base as reference: the weights of one process, to 1e-5."""
-    one, _ = launch(1, toy, tmp_path / "one", PPO)
-    two, facts = launch(2, toy, tmp_path / "two", {**PPO, "deepspeed": ZERO2} if backend == "zero2" else PPO)
+    settings = {**PPO, **ONE_PASS.get(way, {})}
+    one, _ = launch(1, toy, tmp_path / "one", settings)
+    two, facts = launch(2, toy, tmp_path / "two", {**settings, "deepspeed": ZERO2} if backend == "zero2" else settings)
     assert facts["processes"] == 2
     assert facts["wrapped"] == {"ddp": "DistributedDataParallel", "zero2": "DeepSpeedEngine"}[backend]
     assert one.keys() == two.keys()
