@@ -72,6 +72,8 @@ SIDED = {
     "rows": 8, "data": "sided", "reward": "flat_for_some", "zero_std_groups": "resample", "gradient_accumulation_steps": 1,
     "shuffle_dataset": False,
 }  # fmt: skip
+# One micro-batch a rollout, used once: the loss's forward passes are taken at the rollout.
+ONE_PASS = {**PPO, **KL, "gradient_accumulation_steps": 1, "kl_horizon": 40.0}
 
 # The cases of docs that are about several processes; two of them hold one prompt each where data is "two".
 CASES = {
@@ -82,6 +84,7 @@ CASES = {
     "D5": [case("D5", **TWO, **{**KL, "kl_horizon": 8.0 * 4})],
     "E7": [case(f"E7_{rows}x{n}", rows=rows, gradient_accumulation_steps=n, **LEARNER) for rows, n in ((16, 1), (8, 2), (4, 4))],
     "F9": [case("F9", **PPO, steps=1)],
+    "one_pass": [case("one_pass_adapter", **ONE_PASS), case("one_pass_shared", **ONE_PASS | {"critic": "shared"})],
     "I6": [
         {
             **case("I6", lora=True, steps=4, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5, **KL),

@@ -18,7 +18,7 @@ from launches import ACCELERATE, CONFIGS, HERE, LAUNCHES, ROOT, command, cpu_for
 
 DISTRIBUTED = [name for name in LAUNCHES if name != "single"]
 CELLS = {cell["name"]: cell for cell in [*all_cells(), *(cell for cells in CASES.values() for cell in cells)]}
-QUICK = ["GRPO_full_KL", "PPO_adapter_critic_LoRA_KL", "A9", "I6"]
+QUICK = ["GRPO_full_KL", "PPO_adapter_critic_LoRA_KL", "A9", "I6", "one_pass_adapter", "one_pass_shared"]
 
 
 class Results:
