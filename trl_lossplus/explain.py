@@ -221,6 +221,21 @@ class _Explanation(Facts):
         steps = ppo.critic_warmup_steps
         alone = f"the first {steps} optimizer steps train the critic alone; the policy's learning rate is 0 in them"
         yield f"Warm-up: {alone if steps else 'none (critic_warmup_steps 0)'}"
+        yield from self._critic_passes(ppo)
+
+    def _critic_passes(self, ppo: PPOPlusConfig) -> Iterator[str]:
+        """Where old values come from, and what of the critic's own pass is computed twice."""
+        own = "a pass without gradient"
+        if ppo.critic == "shared":
+            own = f"the pass that takes old_logps; without one, {own}"
+        yield f"Old values: {'the forward pass of the loss, taken at the rollout' if ppo.one_pass else own}"
+        if ppo.gradient_checkpointing and ppo.critic != "shared":
+            kept = {
+                None: "all layers but the last are recomputed",
+                True: "all layers are recomputed",
+                False: "none is recomputed",
+            }
+            yield f"The critic's activations: {kept[ppo.critic_gradient_checkpointing]} (critic_gradient_checkpointing)"
 
     def kl_in_reward(self) -> Iterator[str]:
         spec = self.spec
