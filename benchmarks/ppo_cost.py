@@ -11,9 +11,9 @@ generated: generation costs both the same and hides the difference, as the last 
 What is timed: everything from the start to the end of an optimizer step (`on_step_begin` to `on_step_end`): scoring, the passes of
 the rollout that the setting needs (old values, old log-probs, reference), GAE, forward, backward, clipping, optimizer. Where one
 rollout serves several steps, the mean over those steps, so that its passes are shared among them. Each variant runs in a fresh
-process, the variants take turns, and what is shown is the median over the rounds of the ratio within a round; in CPU seconds, which
-other work on the same cores disturbs less than wall seconds. Beside it the multiplications and additions of the step's matrix
-products (torch's FlopCounterMode; attention's own are not among them), which nothing disturbs.
+process, the variants take turns, and what is shown is the least over all rounds, as other work on the same cores can only add to it;
+in CPU seconds, which it disturbs less than wall seconds. Beside it the multiplications and additions of the step's matrix products
+(torch's FlopCounterMode; attention's own are not among them), which nothing disturbs.
 
 `kept` is the adapter critic with `critic_gradient_checkpointing` off.
 
@@ -33,7 +33,6 @@ import json
 import math
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -135,8 +134,8 @@ def allocated(profile: Any) -> tuple[int, int]:
 
 
 def a_step(seconds: list[float], at_once: int) -> float:
-    """Median over rollouts of the mean over each rollout's `at_once` steps."""
-    return statistics.median(sum(seconds[i : i + at_once]) / at_once for i in range(0, len(seconds) - at_once + 1, at_once))
+    """The least over rollouts of the mean over each rollout's `at_once` steps."""
+    return min(sum(seconds[i : i + at_once]) / at_once for i in range(0, len(seconds) - at_once + 1, at_once))
 
 
 def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
@@ -217,23 +216,23 @@ def in_a_process(variant: str, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def table(title: str, rounds: list[dict[str, dict[str, float]]]) -> list[str]:
-    """The lines of one setting: medians, and ratios to GRPO."""
+    """The lines of one setting: the least of the rounds, and ratios to GRPO."""
 
-    def median(variant: str, name: str) -> float:
-        return statistics.median(done[variant][name] for done in rounds)
+    def least(variant: str, name: str) -> float:
+        return min(done[variant][name] for done in rounds)
 
     def ratio(variant: str, name: str) -> float:
-        return statistics.median(done[variant][name] / (done["grpo"][name] or math.nan) for done in rounds)
+        return least(variant, name) / (least("grpo", name) or math.nan)
 
     head = f"  {'':8} {'CPU s':>6} {'x GRPO':>6} {'x wall':>6}  {'GFLOP':>6} {'x GRPO':>6}  {'MB':>6} {'x GRPO':>6} {'kept':>6} {'x grown':>7}"
     lines = [title, f"{head}  {'frozen':>8} {'trained':>8}"]
     for variant in rounds[0]:
         row = [
-            f"  {variant:8} {median(variant, 'cpu'):6.3f} {ratio(variant, 'cpu'):6.2f} {ratio(variant, 'wall'):6.2f}",
-            f"{median(variant, 'flops') / 1e9:6.1f} {ratio(variant, 'flops'):6.2f}",
-            f"{median(variant, 'memory') / 1e6:6.1f} {ratio(variant, 'memory'):6.2f} {median(variant, 'kept') / 1e6:6.1f} "
+            f"  {variant:8} {least(variant, 'cpu'):6.3f} {ratio(variant, 'cpu'):6.2f} {ratio(variant, 'wall'):6.2f}",
+            f"{least(variant, 'flops') / 1e9:6.1f} {ratio(variant, 'flops'):6.2f}",
+            f"{least(variant, 'memory') / 1e6:6.1f} {ratio(variant, 'memory'):6.2f} {least(variant, 'kept') / 1e6:6.1f} "
             f"{ratio(variant, 'grown'):7.2f}",
-            f"{median(variant, 'frozen'):8.0f} {median(variant, 'trained'):8.0f}",
+            f"{least(variant, 'frozen'):8.0f} {least(variant, 'trained'):8.0f}",
         ]
         lines.append("  ".join(row))
     return lines
