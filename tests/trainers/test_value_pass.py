@@ -219,3 +219,27 @@ def test_one_pass_is_for_one_update_of_one_micro_batch(tmp_path):
         ({"steps_per_generation": 4}, False),
     ):
         assert PPOPlusConfig(str(tmp_path), **common, **fields).one_pass is expected, fields
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_an_objective_over_the_step_changes_no_value(toy, tmp_path, critic):
+    """Its pass at each step's start is of other rows than the next rollout's old values, and not needed where the loss's was taken."""
+    way = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    for settings, passes in ((way, (16, 12)), ({}, (4, 2))):
+        run = ppo(toy, tmp_path / str(len(settings)), critic, max_steps=2, policy_loss="clip_cov", **settings)
+        shake(run.model)
+        count, seen, inner = [], [], run.make_rollout
+        trunk_of(run.model).register_forward_hook(lambda *_, to=count: to.append(1))
+
+        def make(out, rewards, run=run, inner=inner, count=count, seen=seen):
+            result = inner(out, rewards)
+            taken = len(count)
+            seen.append((result["old_values"] - values_by_hand(run, out))[result["loss_mask"]].abs().max())
+            del count[taken:]
+            return result
+
+        run.make_rollout = make
+        run.train()
+        assert len(seen) == 2
+        assert max(seen) < 1e-6
+        assert len(count) == passes[critic == "shared"]

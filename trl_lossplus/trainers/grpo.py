@@ -366,10 +366,8 @@ class GRPOPlusTrainer(TRLSeam):
         """The policy's forward pass, and the batch that the loss reads."""
         taken = inputs if "logps" in inputs else self.passes(model, inputs)
         logps, entropies, aux_loss = (taken[name] for name in minibatch.PASSES)
-        entropies = cast(Tensor, entropies)
         reads = POLICY_LOSSES.get(spec.policy_loss).requires
-        differentiated = spec.entropy_coef != 0.0 or "entropies" in reads
-        entropies = entropies if differentiated else entropies.detach()  # no graph for what nothing differentiates
+        entropies = minibatch.entropies_for(spec, reads, cast(Tensor, entropies))
         mask = inputs["loss_mask"]
         entropy_mask = None
         if spec.top_entropy_quantile < 1.0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +39,11 @@ def kept_mask(micro: MicroBatch) -> Tensor:
     """(B, T) bool: `token_mask` without the tokens that are rejected."""
     mask = token_mask(micro)
     return mask if micro.get(KEEP) is None else mask & micro[KEEP]
+
+
+def entropies_for(spec: LossSpec, reads: Collection[str], entropies: Tensor) -> Tensor:
+    """Entropies (B, T) as the loss takes them: without a graph where nothing differentiates them. reads: of the objective."""
+    return entropies if spec.entropy_coef != 0.0 or "entropies" in reads else entropies.detach()
 
 
 def loss_batch(

@@ -96,6 +96,11 @@ class PPOPlusTrainer(GRPOPlusTrainer):
 
     # The rollout.
 
+    def collect(self, examples: list[dict[str, Any]]) -> tuple[MicroBatch, Tensor]:
+        """As GRPO; values that came with passes over other rows are forgotten."""
+        self._seen_values = None
+        return super().collect(examples)
+
     def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
         """Where the next loss reads the whole rollout under these very weights, its forward passes are taken now; then as GRPO."""
         if self.mode == "train" and self.args.one_pass:

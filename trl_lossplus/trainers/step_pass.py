@@ -71,6 +71,8 @@ def current_logps(trainer: GRPOPlusTrainer, micro_batches: Sequence[MicroBatch],
     """
     first, old = micro_batches[0], "old_per_token_logps"
     known = next((name for name in (old, "logps_at_rollout") if first.get(name) is not None), None)
+    if "logps" in first:  # of the loss's own pass, taken already
+        return [micro["logps"].detach() for micro in micro_batches]
     if known is not None and (trainer.mode == "eval" or trainer.in_first_pass):
         return [micro[known] for micro in micro_batches]
     if ratio_alone and first.get(old) is None:
