@@ -76,6 +76,7 @@ VALUES = {
     "rollout_is_correction": (True, {}),
     "microbatch_layout": ("packed", {}),
     "skip_still_rows": (True, {}),
+    "compact_generation": (True, {}),
     "probes": ("full", {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),

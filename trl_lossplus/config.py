@@ -167,6 +167,12 @@ class GRPOPlusConfig(GRPOConfig):
         False,
     )
 
+    compact_generation: bool = option(
+        "Where transformers' generate makes the completions: compute a group's prompt once and leave out rows that have ended. The same "
+        "distribution, another random stream.",
+        False,
+    )
+
     probes: str = option(
         "What is measured of each optimizer step beside the terms and clip fractions: off, summary (extremes and medians of log "
         "ratio, ratio, advantage, policy term, KL and value; shares of loss and gradient), full (seven quantiles, of the entropy too).",

@@ -320,5 +320,7 @@ class _Explanation(Facts):
             yield "  by a forward pass without gradient more, where the log-probs are not those of the rollout"
         still = "; rows whose advantage is 0 are not computed" if config.skip_still_rows else ""
         yield f"Layout: {config.microbatch_layout}{still}"
+        if config.compact_generation:
+            yield "Generation: a group's prompt once, without the rows that have ended"
         exact = "exact: each optimizer step is normalized by its own tokens and rows"
         yield f"Windows: {exact if config.windows_are_exact else 'not exact: the mean of the rollout is taken instead, as TRL'}"

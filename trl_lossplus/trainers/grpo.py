@@ -24,7 +24,7 @@ from ..kl_control import KLController
 from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
-from . import layouts, minibatch, rollout
+from . import generation, layouts, minibatch, rollout
 from .callbacks import add_own, log_stop
 from .checks import check_datasets, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
 from .correct import checked_sampler, correct
@@ -119,6 +119,7 @@ class GRPOPlusTrainer(TRLSeam):
         add_own(self)
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
+        self.around_generation = generation.prepare(self, kwargs.get("rollout_func"))
         self._warned_of_no_signal = False
         self.used_spec = self.spec
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)

@@ -9,7 +9,7 @@ overridden method is one warning, and the versions that were tested are silent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -75,6 +75,7 @@ class TRLSeam(GRPOTrainer):
     _buffered_inputs: Any
     packed: PackedForward | None = None  # how rows are packed, None where they are padded
     packs_no_rows: str | None = None  # why a kind of trainer cannot pack them
+    around_generation: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while completions are made
 
     def __init__(self, *args: Any, needs_reference: bool, scale_rewards: str, **kwargs: Any):
         # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone. Fields that are
@@ -138,7 +139,8 @@ class TRLSeam(GRPOTrainer):
     def _generate(self, prompts: Any) -> Any:
         if self._drawn is not None:
             return as_generated(self._drawn[0])
-        generated = super()._generate(prompts)
+        with self.around_generation():
+            generated = super()._generate(prompts)
         if self._draws_from is None:
             return generated
         raise Drawn(self._score(prompts, generated))
@@ -310,11 +312,7 @@ class TRLSeam(GRPOTrainer):
         compute_aux_loss: bool = False,
         batch_size: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """
-        Log-probs and entropies (B, T) of the completion tokens, and the auxiliary loss of a mixture of experts.
-
-        `batch_size` rows at a time, all at once if None.
-        """
+        """Log-probs, entropies (B, T) of completion tokens; a router's auxiliary loss. `batch_size` rows at a time, None: all at once."""
         if inputs.get("packing") is not None:
             return *self.score(model, inputs["packing"]), None
         extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
