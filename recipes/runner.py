@@ -7,7 +7,6 @@ A script names its configuration and trainer in a `Recipe` and calls `main` with
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError, PPOPlusConfig
 from trl_lossplus.toy import save_toy
+from trl_lossplus.trainers.output import check_output
 
 from .arguments import TOY, Recipe, RecipeArguments, on_cpu, parse
 from .report import describe_loss, last_line, use_step_lines
@@ -30,23 +30,6 @@ def say(line: str) -> None:
     """Prints on the main process."""
     if rank() == 0:
         print(line, flush=True)
-
-
-def check_output(folder: str | None) -> Path:
-    """
-    The output folder, made and tried.
-
-    Raises:
-        LossPlusError: it cannot be made or written to.
-    """
-    path = Path(folder or "")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise LossPlusError(f"output_dir={folder!r} cannot be written ({error.strerror}).") from None
-    return path
 
 
 def model_folder(name: str, arguments: RecipeArguments, output: Path) -> str:

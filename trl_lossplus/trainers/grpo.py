@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,6 +32,7 @@ from .failures import told_once
 from .kl_state import controller_for, load_controller, save_controller, starting_coef
 from .loss_table import loss_table
 from .minibatch import KEEP, MicroBatch
+from .output import check_output, check_space
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .resample import Resampler
 from .step_guard import StepGuard, gradient_fault
@@ -59,8 +59,8 @@ class GRPOPlusTrainer(TRLSeam):
     optimizer step is normalized by its own token count, whatever its split into micro-batches and processes.
 
     Raises:
-        LossPlusError: a dataset without prompts, a model that cannot be found, a reward function that cannot be called; during
-            training a reward that is infinite or of the wrong count.
+        LossPlusError: a folder that cannot be written or has no room, a dataset without prompts, a model that cannot be found, a reward
+            function that cannot be called; during training a reward that is infinite or of the wrong count.
     """
 
     args: GRPOPlusConfig
@@ -80,6 +80,8 @@ class GRPOPlusTrainer(TRLSeam):
         args = GRPOPlusConfig() if args is None else args
         if not isinstance(args, GRPOPlusConfig):
             raise LossPlusError(f"args is a {type(args).__name__}; {type(self).__name__} needs a GRPOPlusConfig.")
+        if args.should_save:
+            check_output(args.output_dir)
         check_model_path(model, args.model_init_kwargs, args.trust_remote_code)
         if kwargs.get("environment_factory") is None:
             check_datasets(train_dataset, eval_dataset, args.prompts_per_rollout)
@@ -114,7 +116,7 @@ class GRPOPlusTrainer(TRLSeam):
         self._exchange = Exchange(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.device)
         self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
         self._values: dict[str, float] = {}  # of the optimizer step, over all processes
-        folder = Path(str(args.output_dir))
+        folder = check_space(args, self.model)
         self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
         add_own(self)
         self.trims_left = has_rotary_positions(self.model)
