@@ -8,11 +8,12 @@ from typing import Any, cast
 from trl import GRPOConfig
 
 from .config_checks import check_correction, check_steps, check_windows
+from .estimators import options_of
 from .fieldtypes import INHERITED, own_kinds, read, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
-from .resolve import ESTIMATOR_FIELDS, TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
+from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
 from .spec import CHOICES, LossSpec
 
 GRPO_FIELDS = frozenset(item.name for item in fields(GRPOConfig)) - {"use_bias_correction_kl"}
@@ -349,10 +350,5 @@ class GRPOPlusConfig(GRPOConfig):
 
     @property
     def estimator_options(self) -> dict[str, Any]:
-        """Options of the advantage estimator that the fields set; eps as in TRL."""
-        spec = self.loss_spec()
-        reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
-        options: dict[str, Any] = {"scale_rewards": spec.scale_rewards}
-        options |= {"eps": 1e-4} if spec.advantage_estimator in ("grpo", "gdpo") else {}
-        options |= {name: getattr(spec, name) for name in ("gamma", "gae_lambda", "gae_lambda_critic", *ESTIMATOR_FIELDS)}
-        return {name: value for name, value in options.items() if name in reads}
+        """Options of the advantage estimator that the fields set."""
+        return options_of(self.loss_spec())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,11 @@ from .functional.advantages import Advantages
 from .functional.errors import LossPlusError, unknown_name
 from .functional.masking import row_sums, select
 from .registry import ADVANTAGE_ESTIMATORS, TENSORS, Entry, register_advantage_estimator
+
+if TYPE_CHECKING:
+    from .spec import LossSpec
+
+ESTIMATOR_FIELDS = ("f_norm", "alpha_from", "handle_zero_tail")  # fields that are options of estimators and nothing else
 
 SEQUENCE = {"constant_over_sequence"}
 
@@ -115,6 +120,15 @@ for _name, _func, _where in (
         formula=f"G_t - (sum of W G) / (sum of W) of the group {_where}, W_t = sum over j <= t of 1 - 2 pi_j + sum pi^2",
         source="The Optimal Token Baseline, Li et al., 2026; verl 0.9",
     )(_func)
+
+
+def options_of(spec: LossSpec) -> dict[str, Any]:
+    """Options of a spec's advantage estimator that its fields set; eps as in TRL."""
+    reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
+    options: dict[str, Any] = {"scale_rewards": spec.scale_rewards}
+    options |= {"eps": 1e-4} if spec.advantage_estimator in ("grpo", "gdpo") else {}
+    options |= {name: getattr(spec, name) for name in ("gamma", "gae_lambda", "gae_lambda_critic", *ESTIMATOR_FIELDS)}
+    return {name: value for name, value in options.items() if name in reads}
 
 
 def weighted_sum(rewards: Tensor, reward_weights: Tensor | None) -> Tensor:

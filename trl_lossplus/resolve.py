@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from .estimators import ESTIMATOR_FIELDS
 from .functional.errors import LossPlusError, unknown_name
 from .functional.kl import canonical_kl
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -23,7 +24,6 @@ OBJECTIVE_FIELDS = (
 )  # fmt: skip
 # Of these, the ones that are handed to the spec as they are.
 PLAIN_FIELDS = tuple(OBJECTIVE_FIELDS[OBJECTIVE_FIELDS.index("is_ratio_min") :])
-ESTIMATOR_FIELDS = ("f_norm", "alpha_from", "handle_zero_tail")
 ENTROPY_FIELDS = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 # TRL's loss_type: our objective and aggregation.
 TRL_LOSS_TYPES = {

@@ -27,6 +27,11 @@ RUNS = {
         ["kl: missing in B", "kl_placement 'loss' -> 'reward'"],
     ),
     "mask": ({"mask_truncated_completions": True}, 0, ["mask changed", "True became False, 0 False became True"]),
+    "reward": (
+        {"reward": lambda completions, **columns: [len(text) / 5 for text in completions]},
+        0,
+        ["rewards changed (times 2)"],
+    ),
     "aggregation": (
         {"loss_aggregation": "token_sum"},
         0,
@@ -45,8 +50,8 @@ RUNS = {
 
 
 def snapshot(toy, folder, step, **changes):
-    fields = {**BASE, **changes}
-    run = trainer(toy, folder, reward=letter_reward, rollout=fixed_rollout, snapshot_steps=[step], max_steps=step + 1, **fields)
+    fields = {"reward": letter_reward, **BASE, **changes}
+    run = trainer(toy, folder, rollout=fixed_rollout, snapshot_steps=[step], max_steps=step + 1, **fields)
     run.train()
     return Snapshot.load(folder / f"snapshots/step-{step:08d}-step")
 

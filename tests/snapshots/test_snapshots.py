@@ -89,7 +89,10 @@ def test_what_an_objective_computes_over_the_step_is_made_anew(tmp_path, name):
 def test_what_a_replay_cannot_redo_is_refused(tmp_path, capsys):
     step(LossSpec())[0].save(tmp_path)
     assert main(["replay", str(tmp_path), "--advantage_estimator", "rloo"]) == 2
-    assert "advantage_estimator='rloo': it acted at the rollout" in capsys.readouterr().err
+    assert (
+        "advantage_estimator='rloo': it acted at the rollout, and the snapshot does not hold the rewards"
+        in capsys.readouterr().err
+    )
     assert main(["replay", str(tmp_path), "--rollout_rs", "token_k2", "--rollout_rs_threshold", "0.1"]) == 2
     assert "rollout_rs='token_k2': it acted at the rollout" in capsys.readouterr().err
     assert main(["replay", str(tmp_path), "--epsilom", "0.1"]) == 2

@@ -19,10 +19,10 @@ from .store import WINDOW_NUMBERS, MicroSnapshot, Snapshot
 # The order of the data flow: what was generated, what the rollout fixed, what the forward pass gave, what the loss made of it.
 INPUTS = (
     "prompt_ids", "completion_ids", "mask", "group_ids", "row_ids", "rollout_logps", "rollout_weights", "old_logps", "ref_logps",
-    "old_values", "token_weights", "advantages", "returns", "logps", "entropies", "values", "kl_mask", "entropy_mask",
+    "old_values", "token_weights", "rewards", "advantages", "returns", "logps", "entropies", "values", "kl_mask", "entropy_mask",
     "selected_tokens", "row_terms",
 )  # fmt: skip
-WHOLE = ("prompt_ids", "completion_ids", "mask", "row_terms")  # compared everywhere, not only where tokens count
+WHOLE = ("prompt_ids", "completion_ids", "mask", "row_terms", "rewards")  # compared everywhere, not only where tokens count
 OUTPUTS = ("log_ratio", "ratio", "policy", "kl", "entropy", "value")
 RUN = ("step", "seed", "processes", "dtype", "device", "trl", "torch", "trl_lossplus")  # facts of a run that can change numbers
 QUANTILES = (("ratio q05", 1), ("ratio q50", 3), ("ratio q95", 5))

@@ -17,6 +17,7 @@ from ..loss import LossOutput, compute_loss
 from ..over_step import apart, join, over_step
 from ..registry import POLICY_LOSSES
 from ..spec import LossSpec
+from .readvantage import with_advantages_of
 from .store import Pooled, Snapshot, summed
 
 # Of a step that trained the critic alone there is this term and no other.
@@ -135,11 +136,12 @@ def replay(snapshot: Snapshot, spec: LossSpec | None = None) -> Replay:
 
     Raises:
         LossPlusError: the spec reads a tensor that the snapshot does not hold, or changes what was fixed at the rollout
-            (advantage estimator, scaling, normalization, KL in the reward), which log-probs alone cannot redo; or its objective looks at
-            all rows of the step, and the snapshot does not hold them.
+            (normalization, KL in the reward, ...), which a replay cannot redo; or what it changes needs all rows of the step or rollout
+            (an objective that looks at them, another advantage estimator), and the snapshot does not hold them.
     """
     spec = snapshot.spec if spec is None else spec
     _refuse_rollout_changes(snapshot.spec, spec)
+    snapshot = with_advantages_of(snapshot, spec)
     outputs, gradients = [], []
     for part, batch in zip(snapshot.micro, _batches(snapshot, spec), strict=True):
         output, gradient = run_micro_batch(batch, spec, part.window, "policy" not in part.terms)
@@ -167,7 +169,7 @@ def _batches(snapshot: Snapshot, spec: LossSpec) -> list[LossBatch]:
 
 
 ROLLOUT_FIELDS = (
-    "advantage_estimator", "scale_rewards", "advantage_normalization", "advantage_norm_scope", "kl_reward_coef", "kl_reward_level",
+    "advantage_normalization", "advantage_norm_scope", "kl_reward_coef", "kl_reward_level",
     "whiten_rewards", "gamma", "gae_lambda", "gae_lambda_critic", "zero_std_groups", "rollout_is_batch_normalize",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from ..spec import LossSpec
 from .replay import numbers_of, run_micro_batch, statistics_of
 from .store import BATCH_FIELDS, MicroSnapshot, Snapshot, summed
 
-BESIDE = ("prompt_ids", "completion_ids", "row")
+BESIDE = ("prompt_ids", "completion_ids", "row", "rewards")
 
 
 def _kept(output: LossOutput, inputs: dict[str, Any], rows: int, spec: LossSpec) -> MicroSnapshot:

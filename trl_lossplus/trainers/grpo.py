@@ -195,7 +195,7 @@ class GRPOPlusTrainer(TRLSeam):
             if table is not None and spec.whiten_rewards:
                 table = shared.whitened(table, mask, process)
         scored = rollout.score_rollout(spec, self.args.estimator_options, rewards, weights, num_generations, penalty)
-        out["row"] = torch.arange(len(rewards), device=rewards.device)[here]
+        out["row"], out["rewards"] = torch.arange(len(rewards), device=rewards.device)[here], rewards[here]
         out["ended"] = self.ended(out)
         for name in ("group_ids", "scored", "flat"):
             out[name] = getattr(scored, name)[here]

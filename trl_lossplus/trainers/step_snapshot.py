@@ -46,6 +46,7 @@ def write_snapshot(trainer: GRPOPlusTrainer, reason: str, **facts: Any) -> None:
     rank = trainer.accelerator.process_index
     facts |= {"step": step, "rank": rank, "processes": trainer.accelerator.num_processes, "seed": args.seed}
     facts |= {"trl": trl.__version__, "torch": torch.__version__, "dtype": str(trainer.model.dtype).removeprefix("torch.")}
+    facts |= {"reward_weights": trainer.reward_weights.tolist(), "rollout_rows": args.generation_batch_size}
     ids = {token for _, micro in micro_batches for token in micro["completion_ids"].unique().tolist()}
     tokens = {token: trainer.token_text(token) for token in sorted(ids)}
     snapshot = take(trainer.used_spec, micro_batches, facts=facts, texts=texts, max_rows=args.snapshot_rows, tokens=tokens)
