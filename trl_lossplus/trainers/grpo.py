@@ -38,7 +38,7 @@ from .resample import Resampler
 from .step_guard import StepGuard, gradient_fault
 from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
-from .token_weights import TokenWeightFunc, as_tensor, evaluate
+from .token_weights import TokenWeightFunc, as_tensor, check_function, evaluate
 from .trl_seam import TRLSeam
 
 logger = logging.getLogger(__name__)
@@ -87,11 +87,8 @@ class GRPOPlusTrainer(TRLSeam):
             check_datasets(train_dataset, eval_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
         self.token_weight_func = token_weight_func
+        check_function(self.spec, token_weight_func)
         self._token_weights: list[list[float]] | None = None
-        if "token_weights" in self.spec.required() and token_weight_func is None:
-            raise LossPlusError(
-                f"policy_loss {self.spec.policy_loss!r} reads token_weights: pass token_weight_func to the trainer."
-            )
         kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)

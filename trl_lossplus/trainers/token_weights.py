@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..functional.errors import LossPlusError
+from ..spec import LossSpec
 
 TokenWeightFunc = Callable[..., list[Any]]
 Span = tuple[int, int, float]  # first character, one past the last, weight
@@ -34,6 +35,12 @@ def spans_to_weights(spans: Sequence[Span], ids: Sequence[int], decode: Callable
             if start < last and first < end:
                 weights[i] = float(weight)
     return weights
+
+
+def check_function(spec: LossSpec, func: TokenWeightFunc | None) -> None:
+    """Raises LossPlusError where the objective reads token weights and nothing gives them."""
+    if "token_weights" in spec.required() and func is None:
+        raise LossPlusError(f"policy_loss {spec.policy_loss!r} reads token_weights: pass token_weight_func to the trainer.")
 
 
 def evaluate(
