@@ -253,7 +253,9 @@ class _Explanation(Facts):
             change = f"clip(KL / {spec.kl_target:g} - 1, -0.2, 0.2) * {self.config.generation_batch_size} / {spec.kl_horizon:g}"
             yield f"Adaptive KL control: coefficient *= 1 + {change} once a rollout; KL: mean a token, all processes"
         if (spec.kl_in_reward or adaptive) and self.config.is_on_policy and not self.weighted:
-            yield "  the rollout's KL needs old_logps, which nothing else does here: one more forward pass a rollout"
+            taken = self.ppo is not None and self.ppo.one_pass
+            cost = "those of the loss's own forward pass, taken at the rollout" if taken else "one more forward pass a rollout"
+            yield f"  the rollout's KL needs old_logps, which nothing else does here: {cost}"
 
     def terms(self) -> list[str]:
         spec, penalty = self.spec, f"-{self.spec.kl_reward_coef:g} KL"
