@@ -164,7 +164,7 @@ class LossSpec:
     def _read_numbers(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if "float" not in str(item.type) or value is None:
+            if "float" not in str(item.type) or (value is None and "None" in str(item.type)):
                 continue
             try:  # YAML reads `1e-3`, without a point, as text
                 number = float(value) if isinstance(value, str) else value

@@ -99,6 +99,42 @@ def test_what_a_replay_cannot_redo_is_refused(tmp_path, capsys):
     assert "Did you mean 'epsilon'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--epsilon", ""], "--epsilon '': a value is empty"),
+        (["--epsilon", "0.1,,0.2"], "--epsilon '0.1,,0.2': a value is empty"),
+        (["--epsilon", "null"], "epsilon=None"),
+        (["--config", "[1, 2]"], "it must map fields of the loss to values, and holds a list"),
+        (["--config", "a: [1"], "is not YAML"),
+        (["--config", "learning_rate: 1"], "'learning_rate' is not known"),
+    ],
+)
+def test_unusual_words_of_a_replay_are_one_line_of_error(tmp_path, capsys, words, why):
+    step(LossSpec())[0].save(tmp_path / "kept")
+    if words[0] == "--config":
+        (tmp_path / "config.yaml").write_text(words[1])
+        words = ["--config", str(tmp_path / "config.yaml")]
+    assert main(["replay", str(tmp_path / "kept"), *words]) == 2
+    told = capsys.readouterr().err
+    assert why in told
+    assert told.count("\n") == 1
+
+
+def test_a_replay_under_a_file_of_fields(tmp_path, capsys):
+    """--config is the base, flags go over it."""
+    step(LossSpec(beta=0.1))[0].save(tmp_path / "kept")
+    (tmp_path / "config.yaml").write_text("policy_loss: gspo\nepsilon: 0.1\n")
+    outs = []
+    for words in (
+        ["--config", str(tmp_path / "config.yaml"), "--beta", "0.2"],
+        ["--policy_loss", "gspo", "--epsilon", "0.1", "--beta", "0.2"],
+    ):
+        assert main(["replay", str(tmp_path / "kept"), *words]) == 0
+        outs.append(capsys.readouterr().out.splitlines()[2].split()[-7:])
+    assert outs[0] == outs[1]
+
+
 def test_64_rows_of_2048_tokens_in_under_a_second():
     """CPU seconds of one variant, for the objectives that take longest (benchmarks/replay.py has them all)."""
     g = torch.Generator().manual_seed(0)

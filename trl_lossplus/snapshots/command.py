@@ -51,8 +51,24 @@ def spec_changes(words: Sequence[str]) -> list[tuple[str, list[Any]]]:
             if not rest:
                 raise LossPlusError(f"--{name} needs a value after it.")
             value = rest.pop(0)
-        changes.append((name, [_value(part) for part in value.split(",")]))
+        parts = value.split(",")
+        if not all(part.strip() for part in parts):
+            raise LossPlusError(f"--{name} {value!r}: a value is empty. Write null for None.")
+        changes.append((name, [_value(part) for part in parts]))
     return changes
+
+
+def _fields_of(path: Path) -> dict[str, Any]:
+    """A YAML file's mapping of fields to values. Raises LossPlusError for another file, OSError for one that cannot be read."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LossPlusError(f"config={str(path)!r} is not YAML: {' '.join(str(error).split())}.") from None
+    if found is not None and not isinstance(found, dict):
+        raise LossPlusError(
+            f"config={str(path)!r}: it must map fields of the loss to values, and holds a {type(found).__name__}."
+        )
+    return found or {}
 
 
 def snapshot_main(argv: Sequence[str]) -> int:
@@ -132,7 +148,7 @@ def replay_main(argv: Sequence[str]) -> int:
     snapshot = Snapshot.load(arguments.snapshot, arguments.rank)
     base = snapshot.spec
     if arguments.config:
-        base = LossSpec.from_dict({**asdict(base), **(yaml.safe_load(Path(arguments.config).read_text()) or {})})
+        base = LossSpec.from_dict({**asdict(base), **_fields_of(Path(arguments.config))})
     changes = spec_changes(words)
     original = replay(snapshot)
     rows = [["loss", "value", "terms", "clipped", "gradient norm", "cosine"], _row("as it was", original, original)]
