@@ -96,7 +96,6 @@ PPO_VALUES = {
     "critic_warmup_steps": (20, {}),
     "critic_gradient_checkpointing": (False, {}),
     "critic_detach": (True, SHARED),
-    "gamma": (0.99, {}),
     "gae_lambda": (0.9, {}),
     "gae_lambda_critic": (1.0, {}),
     "vf_coef": (0.5, {}),
@@ -482,7 +481,7 @@ PPO_CONFLICTS = [
     ({"multi_objective_aggregation": "normalize_then_sum"}, ["advantage_estimator='gdpo'", "does not read values"]),
     ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos=2.0", "'ppo_clip'"]),
     ({"missing_eos_penalty": float("nan")}, ["missing_eos_penalty=nan", ">= 0"]),
-    ({"advantage_estimator": "test_by_token", "gamma": 0.9}, ["gamma=0.9", "'test_by_token'", "does not read it"]),
+    ({"advantage_estimator": "test_by_token", "gamma": 0.9}, ["gamma=0.9", "'test_by_token'", "nothing reads it"]),
     ({"advantage_estimator": "test_by_token", "truncated_completions": "bootstrap"}, ["truncated_completions='bootstrap'"]),
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ import yaml
 from helpers import EVERY_OBJECTIVE
 from trl import TrlParser
 
-from trl_lossplus import GRPOPlusConfig, LossPlusError
+from trl_lossplus import GRPOPlusConfig, LossPlusError, register_advantage_estimator, register_policy_loss
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from trl_lossplus.resolve import ESTIMATOR_FIELDS, OBJECTIVE_FIELDS, PLAIN_FIELDS
 
@@ -39,6 +39,7 @@ VALUES = {
     "fipo_clip_high_only": (False, {"policy_loss": "fipo"}),
     "fipo_safety_threshold": (3.0, {"policy_loss": "fipo"}),
     "real_tau": (1.0, {"policy_loss": "real"}),
+    "gamma": (0.9, {"advantage_estimator": "remax"}),
     "f_norm": (2.0, {"advantage_estimator": "gpg"}),
     "alpha_from": ("nonzero", {"advantage_estimator": "gpg"}),
     "handle_zero_tail": (True, {"advantage_estimator": "optimal_token_baseline"}),
@@ -48,13 +49,21 @@ VALUES = {
 }
 
 
-NOT_SUPPLIED = frozenset({"lengths", "reward_baselines", "sum_pi_squared"})
+@register_advantage_estimator(
+    "test_reads_entropies", requires={"entropies"}, traits={"token_level"}, formula="r", source="these tests"
+)
+def reads_entropies(rewards, mask, entropies):
+    return rewards
 
 
-@pytest.fixture
-def wired(monkeypatch):
-    """A trainer that supplies everything."""
-    monkeypatch.setattr(GRPOPlusConfig, "not_supplied", GRPOPlusConfig.not_supplied - NOT_SUPPLIED)
+@register_advantage_estimator("test_by_row", requires={"group_ids", "old_logps"}, formula="s", source="these tests")
+def by_row(rewards, group_ids, old_logps):
+    return rewards
+
+
+@register_policy_loss("test_reads_lengths", requires={"lengths"}, formula="0", source="these tests")
+def reads_lengths(batch, spec):
+    return None
 
 
 def test_the_table_is_whole():
@@ -66,7 +75,6 @@ def test_the_table_is_whole():
     )
 
 
-@pytest.mark.usefixtures("wired")
 @pytest.mark.parametrize("name", VALUES)
 def test_yaml_command_line_and_copy(name, tmp_path):
     """All give the value, the spec has it, its help is there; an objective that does not read it is an error."""
@@ -93,7 +101,6 @@ def test_yaml_command_line_and_copy(name, tmp_path):
                 make(policy_loss=other, **{name: value})
 
 
-@pytest.mark.usefixtures("wired")
 @pytest.mark.parametrize("name", EVERY_OBJECTIVE)
 def test_every_objective_by_its_name_alone(name):
     """Its defaults are those of the spec; a draw takes the run's seed; the aggregation is its source's."""
@@ -120,9 +127,10 @@ REFUSED = [
     ({"policy_loss": "real", "steps_per_generation": 2}, ["policy_loss='real'", "whole rollout", "num_iterations"]),
     ({"policy_loss": "kl_cov", **MISALIGNED}, ["policy_loss='kl_cov'", "a whole optimizer step", "steps_per_generation (3)"]),
     ({"policy_loss": "clip_cov", **MISALIGNED}, ["policy_loss='clip_cov'", "gradient_accumulation_steps (2)"]),
-    ({"advantage_estimator": "opo"}, ["advantage_estimator (opo)", "lengths (B,)", "does not make it"]),
-    ({"advantage_estimator": "remax"}, ["advantage_estimator (remax)", "reward_baselines (B,)", "greedy completion"]),
-    ({"advantage_estimator": "optimal_token_baseline"}, ["advantage_estimator (optimal_token_baseline)", "sum_pi_squared (B, T)"]),
+    ({"advantage_estimator": "test_reads_entropies"}, ["(test_reads_entropies) reads entropies (B, T)", "does not hand it over"]),
+    ({"advantage_estimator": "test_by_row"}, ["'test_by_row' reads old_logps (B, T)", "traits={'token_level'}"]),
+    ({"policy_loss": "test_reads_lengths"}, ["policy (test_reads_lengths) reads lengths (B,)", "does not hand it over"]),
+    ({"gamma": 0.9}, ["gamma=0.9", "nothing reads it with advantage_estimator 'grpo'"]),
     ({"advantage_estimator": "gae"}, ["old_values", "PPOPlusTrainer for a critic"]),
     ({"rollout_rs": "token_k9", "rollout_rs_threshold": "2"}, ["rollout_rs='token_k9'", "Did you mean"]),
     ({"rollout_rs_threshold": "2"}, ["rollout_rs_threshold='2'", "Set rollout_rs"]),
@@ -134,16 +142,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
-def test_refused(fields, words, monkeypatch):
+def test_refused(fields, words):
     """What a trainer cannot feed, or nothing reads: named with its value and the remedy (here of one that does the least)."""
-    monkeypatch.setattr(GRPOPlusConfig, "not_supplied", GRPOPlusConfig.not_supplied | NOT_SUPPLIED)
     with pytest.raises(LossPlusError) as error:
         make(**fields)
     for word in words:
         assert word in str(error.value), str(error.value)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
+OURS = [name for name in ADVANTAGE_ESTIMATORS.names() if not name.startswith("test_")]
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_every_estimator_is_taken_or_refused(name):
     """By its name alone: a configuration, or an error that names the tensor that is missing."""
     missing = ADVANTAGE_ESTIMATORS.get(name).requires & GRPOPlusConfig.not_supplied

@@ -671,7 +671,7 @@ def test_trainer(tmp_path, capsys):
         "trainer: ppo, for only PPO has gae_lambda, vf_coef", "The loss", ppo
     ]  # fmt: skip
     with_kl = ["not part of the loss: model_name_or_path", "The loss", "  loss = policy + 0.1 KL + 0.1 value"]
-    assert first_lines(capsys, *config, "--gamma", "1", count=4) == ["trainer: ppo, for only PPO has critic, gamma", *with_kl]
+    assert first_lines(capsys, *config, "--gamma", "1", count=4) == ["trainer: ppo, for only PPO has critic", *with_kl]
     assert first_lines(capsys, *config, "--trainer=ppo") == with_kl
     assert first_lines(capsys, *config, "--trainer=grpo", "--num_generations", "2") == [
         "not part of the loss: model_name_or_path, critic", "The loss", "  loss = policy + 0.1 KL"

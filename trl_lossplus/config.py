@@ -12,7 +12,7 @@ from .estimators import options_of
 from .fieldtypes import INHERITED, own_kinds, read, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
-from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TENSORS
+from .registry import ADVANTAGE_ESTIMATORS, FOR_ESTIMATORS, FOR_LOSSES, POLICY_LOSSES, TENSORS
 from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
 from .spec import CHOICES, LossSpec
 
@@ -93,6 +93,7 @@ class GRPOPlusConfig(GRPOConfig):
         "rewards) or nonzero (those with a reward other than 0).",
         "spread",
     )
+    gamma: float = option("Discount a token, of the estimators that add up rewards token by token.", 1.0)
     handle_zero_tail: bool = option(
         "advantage_estimator optimal_token_baseline: no baseline where the longest completion of a group goes on alone.", False
     )
@@ -200,7 +201,7 @@ class GRPOPlusConfig(GRPOConfig):
     snapshot_rows: int = option("Rows of a step that a snapshot keeps a process; the rest is left out, and counted in it.", 512)
 
     default_estimator = "grpo"
-    not_supplied = frozenset({"values", "old_values", "returns", "lengths", "reward_baselines", "sum_pi_squared"})
+    not_supplied = frozenset({"values", "old_values", "returns"})
 
     def _read_types(self) -> None:
         """Numbers and booleans as such, whatever form they came in. Raises LossPlusError for what is none."""
@@ -303,16 +304,25 @@ class GRPOPlusConfig(GRPOConfig):
 
     def _check_supply(self, spec: LossSpec) -> None:
         """Tensors that the loss or the estimator reads and nothing here can make."""
-        readers = spec.readers()
-        for tensor in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).requires:
-            readers.setdefault(tensor, set()).add(f"advantage_estimator ({spec.advantage_estimator})")
-        for tensor in sorted(readers.keys() & self.not_supplied):
+        estimator = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator)
+        readers = {tensor: names for tensor, names in spec.readers().items() if tensor in self.not_supplied | FOR_ESTIMATORS}
+        for tensor in (estimator.requires & self.not_supplied) | (estimator.requires & FOR_LOSSES):
+            readers.setdefault(tensor, set()).add(f"advantage_estimator ({estimator.name})")
+        for tensor in sorted(readers):
             shape, maker = TENSORS[tensor]
-            critic = tensor in ("values", "old_values", "returns")
-            remedy = "Take PPOPlusConfig and PPOPlusTrainer for a critic." if critic else "Its trainer does not make it (yet)."
+            critic = tensor in self.not_supplied
+            remedy = (
+                "Take PPOPlusConfig and PPOPlusTrainer for a critic." if critic else "Its trainer does not hand it over there."
+            )
             raise LossPlusError(
                 f"{', '.join(sorted(readers[tensor]))} reads {tensor} {shape}, made by {maker}; a {type(self).__name__} has "
                 f"no such thing. {remedy}"
+            )
+        by_token = [name for name in sorted(estimator.requires) if not TENSORS[name][0].startswith("(B,)")]
+        if by_token and "token_level" not in estimator.traits:
+            raise LossPlusError(
+                f"advantage_estimator={estimator.name!r} reads {by_token[0]} {TENSORS[by_token[0]][0]}, and works by completion: register it "
+                "with traits={'token_level'}."
             )
 
     @property

@@ -17,7 +17,7 @@ from .registry import ADVANTAGE_ESTIMATORS, TENSORS, Entry, register_advantage_e
 if TYPE_CHECKING:
     from .spec import LossSpec
 
-ESTIMATOR_FIELDS = ("f_norm", "alpha_from", "handle_zero_tail")  # fields that are options of estimators and nothing else
+ESTIMATOR_FIELDS = ("gamma", "f_norm", "alpha_from", "handle_zero_tail")  # fields that are options of estimators and nothing else
 
 SEQUENCE = {"constant_over_sequence"}
 
@@ -127,7 +127,7 @@ def options_of(spec: LossSpec) -> dict[str, Any]:
     reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
     options: dict[str, Any] = {"scale_rewards": spec.scale_rewards}
     options |= {"eps": 1e-4} if spec.advantage_estimator in ("grpo", "gdpo") else {}
-    options |= {name: getattr(spec, name) for name in ("gamma", "gae_lambda", "gae_lambda_critic", *ESTIMATOR_FIELDS)}
+    options |= {name: getattr(spec, name) for name in ("gae_lambda", "gae_lambda_critic", *ESTIMATOR_FIELDS)}
     return {name: value for name, value in options.items() if name in reads}
 
 

@@ -117,6 +117,7 @@ def _given(facts: Facts) -> dict[str, bool]:
         "adaptive_both": spec.kl_placement == "both" and spec.kl_controller == "adaptive",
         "length_std": mode == "seq_mean_token_sum_norm" and spec.scale_rewards != "none",
         "row_scope": spec.advantage_normalization != "none" and spec.advantage_norm_scope == "sequence",
+        "discount": spec.gamma < 1 and config.max_completion_length is not None,
         "truncated": config.mask_truncated_completions and config.counts_empty_rows and mode.startswith("seq"),
     }
 
@@ -125,11 +126,10 @@ def _given_with_critic(facts: Facts) -> dict[str, bool]:
     """The same for the warnings that only PPO has."""
     spec, ppo = facts.spec, facts.ppo
     if ppo is None:
-        return dict.fromkeys(("value_clip", "cut_off", "discount", "flat_critic"), False)
+        return dict.fromkeys(("value_clip", "cut_off", "flat_critic"), False)
     for_cut_off: Any = ppo.truncated_completions == "bootstrap" or ppo.missing_eos_penalty
     return {
         "value_clip": spec.cliprange_value is not None and ppo.is_on_policy,
         "cut_off": ppo.mask_truncated_completions and bool(for_cut_off),
-        "discount": spec.gamma < 1 and ppo.max_completion_length is not None,
         "flat_critic": spec.zero_std_groups in ("drop", "resample"),
     }

@@ -28,7 +28,7 @@ class PPOPlusConfig(GRPOPlusConfig):
     """
 
     default_estimator = "gae"
-    not_supplied = frozenset({"lengths", "reward_baselines", "sum_pi_squared"})
+    not_supplied = frozenset()
 
     num_generations: int | None = option("Completions a prompt, from 1.", 1)
     critic: str | None = option(
@@ -47,7 +47,6 @@ class PPOPlusConfig(GRPOPlusConfig):
         "pass and costs their memory. None: all layers are recomputed but the last, where that saves no memory. True: all."
     )
     critic_detach: bool = option("shared: keep the value loss's gradient out of the policy's trunk.", False)
-    gamma: float = option("Discount a token.", 1.0)
     gae_lambda: float = option("Lambda of the advantages.", 0.95)
     gae_lambda_critic: float | None = option("Lambda of the critic's targets. None: gae_lambda.")
     vf_coef: float = option("Coefficient of the value loss. Must be > 0.", 0.1)
@@ -125,14 +124,13 @@ class PPOPlusConfig(GRPOPlusConfig):
 
     def critic_values(self) -> dict[str, Any]:
         """The spec's critic fields."""
-        names = ("gamma", "gae_lambda", "gae_lambda_critic", "vf_coef", "value_loss", "huber_delta", "whiten_rewards")
+        names = ("gae_lambda", "gae_lambda_critic", "vf_coef", "value_loss", "huber_delta", "whiten_rewards")
         return {**{name: getattr(self, name) for name in names}, "cliprange_value": self.cliprange_value or None}
 
     def _check_reads(self, spec: LossSpec) -> None:
         super()._check_reads(spec)
         entry = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator)
         unread = {
-            "gamma": self.gamma != 1.0,
             "gae_lambda": self.gae_lambda != 0.95,
             "gae_lambda_critic": self.gae_lambda_critic is not None,
             "bootstrap": self.truncated_completions == "bootstrap",

@@ -42,6 +42,9 @@ TENSORS: dict[str, tuple[str, str]] = {
 }
 ALWAYS = frozenset({"logps", "mask"})
 STEP_TENSORS = ("selected_tokens", "row_terms")  # what `over_step` of an objective may give
+# What the trainer makes for the estimators alone, and what is there for the loss alone.
+FOR_ESTIMATORS = frozenset({"lengths", "reward_baselines", "sum_pi_squared"})
+FOR_LOSSES = frozenset({"logps", "advantages", "entropies", "values", "returns", *STEP_TENSORS})
 TRAITS: dict[str, str] = {
     "sequence_level": "objective: one importance ratio a row",
     "reads_rollout_weights": "objective: rollout weights are its own matter and are not multiplied in afterwards",

@@ -10,7 +10,7 @@ import trl_lossplus.loss
 from trl_lossplus import GRPOPlusTrainer, LossPlusError
 from trl_lossplus.functional import advantages, kl
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Entry
-from trl_lossplus.trainers import grpo, minibatch, normalize
+from trl_lossplus.trainers import grpo, minibatch, normalize, resample
 
 PLAIN = ["--plain", "mistakes:plain_clip"]
 SMALL = ["--per_device_train_batch_size", 8, "--max_completion_length", 5]
@@ -86,6 +86,19 @@ def test_mean_before_mask_in_ones_own_loss(caught, checked):
 def test_mask_forgotten_in_the_trainer(caught, monkeypatch):
     monkeypatch.setattr(minibatch, "token_mask", lambda micro: micro["completion_mask"].bool())  # tool tokens too
     caught("mask", "rollout 1")
+
+
+FILL = resample.fill
+SLIPS = {
+    "rollout 1": lambda flat: FILL(flat)[::-1],  # groups in each other's place
+    "rollout 2": lambda flat: [(0, j) for j in range(len(flat[0]))],  # none replaced, where the first are flat
+}
+
+
+@pytest.mark.parametrize("section", SLIPS)
+def test_flat_groups_replaced_wrongly(caught, monkeypatch, section):
+    monkeypatch.setattr(resample, "fill", SLIPS[section])
+    caught("mask", section, "--zero_std_groups", "resample", "--resample_max_tries", 2)
 
 
 def test_another_tensor_read(caught, monkeypatch):

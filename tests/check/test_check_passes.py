@@ -13,7 +13,7 @@ from trl_lossplus.functional.aggregation import AGGREGATIONS
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 OURS = [name for name in POLICY_LOSSES.names() if POLICY_LOSSES.get(name).func.__module__.startswith("trl_lossplus")]
-ESTIMATORS = [name for name in ADVANTAGE_ESTIMATORS.names() if not ADVANTAGE_ESTIMATORS.get(name).requires - {"group_ids"}]
+ESTIMATORS = [name for name in ADVANTAGE_ESTIMATORS.names() if "old_values" not in ADVANTAGE_ESTIMATORS.get(name).requires]
 SMALL = ["--per_device_train_batch_size", 8, "--max_completion_length", 5]
 
 # Settings under which an objective's bounds are reached by the toy.
@@ -87,6 +87,9 @@ def test_objectives(checked, words):
         "--vllm_importance_sampling_mode sequence_truncate --vllm_importance_sampling_clip_min 0.9 --beta 0.1",
         "--rollout_rs token_k3 --rollout_rs_threshold 0.01 --steps_per_generation 3 --kl_placement reward --kl_reward_coef 0.1",
         "--policy_loss kl_cov --kl_cov_ratio 0.2 --rollout_rs token_k2 --rollout_rs_threshold 0.01 --gradient_accumulation_steps 4",
+        "--zero_std_groups resample --beta 0.1 --kl_controller adaptive --kl_target 0.01 --kl_horizon 100",
+        "--zero_std_groups resample --advantage_estimator gdpo",
+        "--zero_std_groups resample --trainer ppo --num_generations 4",
     ],
 )
 def test_trainers_and_schedules(checked, words):

@@ -57,6 +57,22 @@ def test_everything_of_a_row_follows_it(toy, tmp_path):
     assert [texts[i] for i in order] == table.tables[0]["completion"]
 
 
+def test_what_reward_functions_leave_beside_their_rewards(toy, tmp_path):
+    """A trainer that keeps something of its own for each completion gets back what belongs to the kept rows."""
+    left, got = [], []
+
+    def reward(prompts, completions, **kwargs):
+        left[:] = completions
+        return some_flat(prompts, completions, **kwargs)
+
+    run = trainer(toy, tmp_path, reward=reward, rollout=fixed_rollout, max_steps=1, **RESAMPLE)
+    run.take_beside = lambda rows: [f"of {text}" for text in left]
+    run.put_beside = got.extend
+    table = SeePrompts(run)
+    run.train()
+    assert got == [f"of {text}" for text in table.tables[0]["completion"]]
+
+
 def test_unscored_completions(toy, tmp_path):
     """A group with fewer than two scored completions has nothing to compare, and is replaced; None elsewhere stays None."""
 
@@ -214,13 +230,13 @@ def test_what_cannot_be_resampled(toy, tmp_path):
     with pytest.raises(LossPlusError, match="does not take environment_factory"):
         Resampler(None, [{"prompt": "x"}], environments=True)
     with pytest.raises(LossPlusError, match="prompts with images"):
-        as_rows([{}], ([[1]], [[2]], None, ["x"], None, {}, [["picture"]], []), {})
+        as_rows([{}], ([[1]], [[2]], None, ["x"], None, {}, [["picture"]], []), {}, [None])
     with pytest.raises(LossPlusError, match="log_extra: column 'text' got 2 values for 1 completions"):
-        as_rows([{}], ([[1]], [[2]], None, ["x"], None, {}, None, []), {"text": ["a", "b"]})
+        as_rows([{}], ([[1]], [[2]], None, ["x"], None, {}, None, []), {"text": ["a", "b"]}, [None])
 
 
 def test_a_rollout_function_gives_logprobs_always_or_never():
-    rows = [as_rows([{}], ([[1]], [[2]], None, ["x"], logprobs, {}, None, []), {})[0] for logprobs in (None, [[-1.0]])]
+    rows = [as_rows([{}], ([[1]], [[2]], None, ["x"], logprobs, {}, None, []), {}, [None])[0] for logprobs in (None, [[-1.0]])]
     assert as_generated(rows[:1]) == ([[1]], [[2]], None, ["x"], None, {}, None, [None])
     assert as_generated(rows[1:]) == ([[1]], [[2]], None, ["x"], [[-1.0]], {}, None, [None])
     with pytest.raises(LossPlusError, match="rollout_func gave logprobs in some of its calls and none in others"):

@@ -185,7 +185,7 @@ def test_words_and_texts_are_read():
     [
         (lambda completions, needed, **kw: [0.0] * 8, "cannot be called with what it is given"),
         (lambda completions: [0.0] * 8, r"let it end in \*\*kwargs"),
-        (lambda completions, **kw: np.ones((8, 1)), r"returned \[1.0\] for completion 0"),
+        (lambda completions, **kw: np.ones((8, 1)), "completion 0: 1 rewards for a completion of 3 tokens"),
         (lambda completions, **kw: np.float32(1.0), "returned float; it must return a list"),
     ],
 )

@@ -40,6 +40,15 @@ RUNS = {
         "learning_rate": 0.3, "policy_loss": "kl_cov", "kl_cov_ratio": 0.2,
     },
     "real, two passes": {"policy_loss": "real", "num_iterations": 2, "optim": "sgd", "learning_rate": 0.3},
+    # Groups of 16: each lies on both processes. One prompt, so the second process has none of its own.
+    "optimal token baseline": {
+        "advantage_estimator": "optimal_token_baseline", "by_token": True, "tools": True, "num_generations": 16, "optim": "sgd",
+        "learning_rate": 0.3,
+    },
+    "remax": {"advantage_estimator": "remax", "by_token": True, "reward_weights": [1.0, 0.5], "optim": "sgd", "learning_rate": 0.3},
+    "remax, one prompt": {"advantage_estimator": "remax", "num_generations": 16, "num_iterations": 2, "optim": "sgd",
+        "learning_rate": 0.3},
+    "opo": {"advantage_estimator": "opo", "tools": True, "num_generations": 16, "optim": "sgd", "learning_rate": 0.3},
 }  # fmt: skip
 
 

@@ -22,15 +22,19 @@ def toy_path(folder):
 
 def fixed_rollout(prompts, trainer):
     """Completions that depend on the prompt and the row's place in its group alone: equal on every split of a run."""
-    tokenizer = trainer.processing_class
-    group = trainer.num_generations
+    tokenizer, group = trainer.processing_class, trainer.num_generations
+    first = trainer.accelerator.process_index * len(prompts)
     prompt_ids, completion_ids = [], []
     for i, prompt in enumerate(prompts):
-        digest = hashlib.sha256(f"{prompt} {i % group}".encode()).digest()
+        place = "greedy" if trainer.greedy else (first + i) % group
+        digest = hashlib.sha256(f"{prompt} {place}".encode()).digest()
         length = 1 + digest[0] % 6
         prompt_ids.append(tokenizer(prompt)["input_ids"])
         completion_ids.append([4 + byte % (len(tokenizer) - 4) for byte in digest[1 : 1 + length]])
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+fixed_rollout.supports_greedy = True
 
 
 # pi_old / pi_sampler of the three tokens of each completion of a group; None: the sampler could not score the token.
@@ -52,9 +56,29 @@ def rollout_with_ratios(prompts, trainer):
     return out
 
 
+def rollout_with_tools(prompts, trainer):
+    """The same, and every third token of a completion of more than two is a tool's: not the model's own."""
+    made = fixed_rollout(prompts, trainer)
+    own = [[0 if len(ids) > 2 and t % 3 == 1 else 1 for t in range(len(ids))] for ids in made["completion_ids"]]
+    return {**made, "env_mask": own}
+
+
+rollout_with_tools.supports_greedy = True
+
+
 def letter_reward(completions, **kwargs):
     """Any spread will do: the number of letters, over 10."""
     return [len(text) / 10 for text in completions]
+
+
+def vowel_rewards(completions, completion_ids, **kwargs):
+    """A reward a token: the number of vowels in its word, over 10."""
+    rows = []
+    for text, ids in zip(completions, completion_ids, strict=True):
+        words = text.split()
+        assert len(words) == len(ids)  # no special token in these completions
+        rows.append([sum(letter in "aeiou" for letter in word) / 10 for word in words])
+    return rows
 
 
 def trainer(model, out, reward=keyword_reward, callbacks=None, rollout=None, trainer_class=GRPOPlusTrainer,

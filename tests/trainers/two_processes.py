@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyrun import fixed_rollout, letter_reward, rollout_with_ratios, trainer, weights
+from toyrun import fixed_rollout, letter_reward, rollout_with_ratios, rollout_with_tools, trainer, vowel_rewards, weights
 
 from trl_lossplus import PPOPlusConfig, PPOPlusTrainer
 
@@ -29,11 +29,13 @@ def without_compiled_communication():
 def main():
     model, out, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     reward = one_sided_reward if settings.pop("one_sided", False) else letter_reward
+    reward = [vowel_rewards, letter_reward] if settings.pop("by_token", False) else reward
+    rollout = rollout_with_tools if settings.pop("tools", False) else fixed_rollout
     classes = {"trainer_class": PPOPlusTrainer, "config_class": PPOPlusConfig} if "critic" in settings else {}
     extra = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if settings.pop("lora", False) else {}
     if "deepspeed" in settings:
         without_compiled_communication()
-    rollout = rollout_with_ratios if settings.pop("ratios", False) else fixed_rollout
+    rollout = rollout_with_ratios if settings.pop("ratios", False) else rollout
     run = trainer(model, out, reward=reward, rollout=rollout, extra=extra, **classes, **settings)
     run.train()
     accelerator = run.accelerator

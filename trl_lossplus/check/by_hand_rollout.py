@@ -8,8 +8,8 @@ from typing import Any
 
 from . import plain_advantages as adv
 from .plain import Spec, kept_tokens
-from .plain_terms import adaptive_coefficient, kl_estimates, log_prob, rollout_weights
-from .record import Rollout
+from .plain_terms import adaptive_coefficient, kl_estimates, log_prob, rollout_weights, squared_sum
+from .record import Draw, Rollout
 from .sampler import Completion
 from .table import Rows, Table
 
@@ -90,13 +90,47 @@ def own_columns(row: Completion, s: Settings) -> list[int]:
     return [] if cut_off else [c for c, own in enumerate(row.own) if own]
 
 
+def flat_rows(columns: Sequence[Sequence[float | None]], groups: Sequence[int], s: Settings) -> list[bool]:
+    """Whether each row's group is flat; `columns` holds the rewards of each row, one a reward function."""
+    if s.estimator != "gdpo":
+        return adv.flat_groups(adv.summed(columns, s.reward_weights), groups)
+    by_column = [adv.flat_groups([row[k] for row in columns], groups) for k in range(len(columns[0]))]
+    return [all(flags) for flags in zip(*by_column, strict=True)]
+
+
+def known(rewards: Any) -> list[list[float | None]]:
+    """Rewards with None for NaN."""
+    return [[None if x != x else x for x in row] for row in rewards]
+
+
+def kept(draws: Sequence[Draw], s: Settings) -> Draw:
+    """What the rollout is made of: the first draw, its flat groups replaced in turn by the later draws' groups with spread."""
+    places: list[Draw] = []
+    spare: list[Draw] = []
+    is_flat: list[bool] = []
+    for number, draw in enumerate(draws):
+        rows = range(len(draw.completions))
+        flat = flat_rows(known(draw.rewards), [i // s.num_generations for i in rows], s)
+        for i in rows[:: s.num_generations]:
+            group = Draw(draw.completions[i : i + s.num_generations], draw.rewards[i : i + s.num_generations])
+            if number == 0:
+                places.append(group)
+                is_flat.append(flat[i])
+            elif not flat[i]:
+                spare.append(group)
+    chosen = [spare.pop(0) if flat and spare else group for group, flat in zip(places, is_flat, strict=True)]
+    return Draw([row for group in chosen for row in group.completions], [row for group in chosen for row in group.rewards])
+
+
 class RolloutCheck:
     """Goes through one rollout. `coefficient` is the KL coefficient as the controller left it after the rollout before."""
 
-    def __init__(self, s: Settings, table: Table, event: Rollout, completions: list[Completion], coefficient: float):
-        self.s, self.table, self.event, self.completions = s, table, event, completions
+    def __init__(self, s: Settings, table: Table, event: Rollout, coefficient: float):
+        self.s, self.table, self.event = s, table, event
         self.coefficient = coefficient
-        self.rows = list(range(len(completions)))
+        self.kept = kept(event.draws, s)
+        self.completions = self.kept.completions
+        self.rows = list(range(len(self.completions)))
         self.out = RolloutByHand(f"rollout {event.number + 1}")
 
     def run(self) -> RolloutByHand:
@@ -205,14 +239,14 @@ class RolloutCheck:
     def _rewards(self, kl: Rows | None) -> list[float | None]:
         """One reward a completion, less its penalties."""
         s, out = self.s, self.out
-        columns = [[None if x != x else x for x in row] for row in self.event.rewards]
+        columns = known(self.event.rewards)
+        for k, pair in enumerate(zip(zip(*columns, strict=True), zip(*known(self.kept.rewards), strict=True), strict=True)):
+            if len(self.event.draws) > 1:
+                theirs, mine = ([x or 0.0 for x in column] for column in pair)
+                self.table.rows(out.section, f"reward {k + 1} of the kept groups", theirs, mine, self.rows)
         totals = adv.summed(columns, s.reward_weights)
         out.scored = [x is not None for x in totals]
-        if s.estimator == "gdpo":
-            by_column = [adv.flat_groups([row[k] for row in columns], out.groups) for k in range(len(columns[0]))]
-            out.flat = [all(flags) for flags in zip(*by_column, strict=True)]
-        else:
-            out.flat = adv.flat_groups(totals, out.groups)
+        out.flat = flat_rows(columns, out.groups, s)
         self.table.rows(out.section, "group without spread", self.event.tensors["flat"], out.flat, self.rows)
         coefficient = s.spec["kl_reward_coef"] * out.kl_factor
         for i, row in enumerate(self.completions):
@@ -272,19 +306,18 @@ class RolloutCheck:
         """(advantages, returns) of each row by the estimator; None where it has no plain version."""
         s, out, tensors = self.s, self.out, self.event.tensors
         rows: list[dict[str, Any]] = []
+        squares, baselines = self._squares(), self._baselines()
         for i, own in enumerate(out.columns):
             row: dict[str, Any] = {"rewards": rewards[i], "places": own, "scored": out.scored[i]}
             if out.old_values is not None:
                 row["values"] = out.old_values[i]
                 cut_off = not ended(self.completions[i], s) or (s.mask_truncated and not own)
                 row["next_value"] = tensors["next_values"][i] if s.bootstrap and cut_off else 0.0
-            for name in ("old_logps", "sum_pi_squared"):
-                key = "old_per_token_logps" if name == "old_logps" else name
-                if key in tensors:
-                    row[name] = picked([tensors[key][i]], [own])[0]
-            if "reward_baselines" in tensors:
-                base = tensors["reward_baselines"][i]
-                row["reward_baseline"] = None if base != base else base
+            row["old_logps"] = (out.logps if out.old is None else out.old)[i]
+            if squares is not None:
+                row["sum_pi_squared"] = squares[i]
+            if baselines is not None:
+                row["reward_baseline"] = baselines[i]
             rows.append(row)
         if s.plain_estimator is not None:
             return [s.plain_estimator(row, s.estimator_options) for row in rows]
@@ -294,6 +327,24 @@ class RolloutCheck:
             return [adv.TOKEN_ESTIMATORS[s.estimator](row, s.estimator_options) for row in rows]
         self._no_plain_version()
         return None
+
+    def _squares(self) -> Rows | None:
+        """Sum over the vocabulary of the squared probabilities at each token, where the estimator reads it."""
+        if "sum_pi_squared" not in self.event.tensors:
+            return None
+        mine = [[squared_sum(self.event.logits[i][c], self.s.temperature) for c in own] for i, own in enumerate(self.out.columns)]
+        return self._tokens("sum of squared probabilities", picked(self.event.tensors["sum_pi_squared"], self.out.columns), mine)
+
+    def _baselines(self) -> list[float | None] | None:
+        """The reward of each row's greedy completion, where the estimator reads it."""
+        if "reward_baselines" not in self.event.tensors:
+            return None
+        self.table.given.append("each function's reward of the greedy completions")
+        totals = adv.summed(known([self.event.greedy[row.prompt] for row in self.completions]), self.s.reward_weights)
+        ids = [i for i in self.rows if totals[i] is not None]
+        theirs, mine = [self.event.tensors["reward_baselines"][i] for i in ids], [totals[i] or 0.0 for i in ids]
+        verified = self.table.rows(self.out.section, "reward of the greedy completion", theirs, mine, ids)
+        return [dict(zip(ids, verified, strict=True)).get(i) for i in self.rows]
 
     def _no_plain_version(self) -> None:
         name = self.s.estimator

@@ -22,6 +22,13 @@ def log_prob(logits: list[float], token: int, temperature: float) -> float:
     return scaled[token] - top - math.log(sum(math.exp(x - top) for x in scaled))
 
 
+def squared_sum(logits: list[float], temperature: float) -> float:
+    """Sum over the vocabulary of the squares of softmax(logits / temperature)."""
+    top = max(logits)
+    weights = [math.exp((x - top) / temperature) for x in logits]
+    return sum(w * w for w in weights) / sum(weights) ** 2
+
+
 def entropy(logits: list[float], temperature: float) -> float:
     """-sum p log p of softmax(logits / temperature), in nats."""
     scaled = [x / temperature for x in logits]

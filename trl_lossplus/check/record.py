@@ -12,20 +12,34 @@ from torch import Tensor
 
 from ..batch import LossBatch
 from ..trainers import rollout as rollout_module
-from .sampler import Sampler
+from .sampler import Completion, Sampler
 
 Lists = Any  # nested lists of floats, as Tensor.tolist() gives
 
 
 @dataclass
+class Draw:
+    """One call of the rollout function: its completions, and their rewards, a list a completion."""
+
+    completions: list[Completion]
+    rewards: Lists
+
+
+@dataclass
 class Rollout:
-    """One rollout: the tensors that TRL and the trainer put into it, and what was computed on the way."""
+    """
+    One rollout: the tensors that TRL and the trainer put into it, and what was computed on the way.
+
+    draws: its one call of the rollout function, or several where flat groups were replaced.
+    """
 
     number: int
     tensors: dict[str, Lists]
     rewards: Lists
     logits: Lists
     ref_logits: Lists | None
+    draws: list[Draw]
+    greedy: dict[str, list[float]] = field(default_factory=dict)  # rewards of each prompt's greedy completion, by function
     steps: dict[str, Lists] = field(default_factory=dict)  # kl, total_rewards, sequence_advantages, token_rewards, ...
 
 
@@ -71,7 +85,10 @@ class Recorder:
         self.rollouts = 0
         self._steps: dict[str, Lists] = {}
         self._micro: Micro | None = None
-        for name in ("make_rollout", "token_advantages", "micro_loss", "combine"):
+        self.kept: dict[int, list[Completion]] = {}  # by rollout, once it was gone through by hand
+        self._draws: list[Draw] = []
+        self._greedy: dict[str, list[float]] = {}
+        for name in ("draw", "score_greedily", "make_rollout", "token_advantages", "micro_loss", "combine"):
             setattr(trainer, name, getattr(self, f"_{name}")(getattr(trainer, name)))
 
     @contextmanager
@@ -88,6 +105,14 @@ class Recorder:
                 setattr(rollout_module, name, before[name])
 
     # The rollout.
+
+    def _draw(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            rows, rewards = inner(*args, **kwargs)
+            self._draws.append(Draw(self.sampler.calls[-1], listed(rewards)))
+            return rows, rewards
+
+        return draw
 
     def _rollout_kl(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def rollout_kl(*args: Any, **kwargs: Any) -> Tensor:
@@ -115,6 +140,14 @@ class Recorder:
 
         return token_advantages
 
+    def _score_greedily(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def score_greedily(prompts: list[str], rows: Any) -> Tensor:
+            rewards = inner(prompts, rows)
+            self._greedy = dict(zip(prompts, listed(rewards), strict=True))
+            return rewards
+
+        return score_greedily
+
     def _make_rollout(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def make_rollout(out: Any, rewards: Tensor) -> Any:
             logits = self._logits(self.trainer.model, out)
@@ -122,7 +155,11 @@ class Recorder:
             self._steps = {}
             result = inner(out, rewards)
             tensors = {name: listed(value) for name, value in result.items() if isinstance(value, Tensor)}
-            self.events.append(Rollout(self.rollouts, tensors, listed(rewards), logits, reference, self._steps))
+            draws = self._draws or [Draw(self.sampler.calls[-1], listed(rewards))]
+            self._draws = []
+            self.events.append(
+                Rollout(self.rollouts, tensors, listed(rewards), logits, reference, draws, self._greedy, self._steps)
+            )
             self.rollouts += 1
             return result
 

@@ -149,7 +149,8 @@ def by_hand(recorder: Recorder, s: Settings) -> Table:
     coefficient = s.spec["beta"] if s.kl_in("loss") else s.spec["kl_reward_coef"]
     for event in recorder.events:
         if isinstance(event, Rollout):
-            check = RolloutCheck(s, table, event, recorder.sampler.calls[event.number], coefficient)
+            check = RolloutCheck(s, table, event, coefficient)
+            recorder.kept[event.number] = check.completions
             rollouts.append(check.run())
             coefficient = check.coefficient
             continue
@@ -171,7 +172,7 @@ def place_in_words(recorder: Recorder, line: Line) -> str:
     if not line.section.startswith("rollout"):
         steps = [event for event in recorder.events if isinstance(event, Micro)]
         number = steps[number * recorder.trainer.args.gradient_accumulation_steps].rollout
-    row = recorder.sampler.calls[number][line.place.row]
+    row = recorder.kept[number][line.place.row]
     words += f", row {line.place.row} ({row.text!r})"
     column = line.place.column
     if column is not None and column < len(row.ids):

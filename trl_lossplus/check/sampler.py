@@ -16,40 +16,46 @@ from .plain_terms import log_prob
 
 @dataclass
 class Completion:
-    """One row as it was sampled: token ids, which of them are the policy's own, the sampler's log-probs (None: not scored)."""
+    """
+    One row as it was sampled: token ids, which of them are the policy's own, the sampler's log-probs (None: not scored), its prompt.
+    """
 
     text: str
     ids: list[int]
     own: list[bool]
     logprobs: list[float | None] | None = None
+    prompt: str = ""
 
 
 class Sampler:
     """
     A rollout function for TRL. Every call's completions stay in `calls`.
 
-    Lengths go from 1 to max_completion_length; shorter ones end with the end token. About two in five hold their keyword, and one
+    Where the trainer asks for greedy completions it gives one more a prompt, which is not kept. Lengths go from 1 to max_completion_length; shorter ones end with the end token. About two in five hold their keyword, and one
     prompt in six never does (a flat group). Some tokens are not the policy's own (as a tool's output), in a few rows none is.
 
     Args:
         scores: also give log-probs, as a sampler whose numbers are a little off would.
     """
 
+    supports_greedy = True
+
     def __init__(self, scores: bool):
         self.scores = scores
         self.calls: list[list[Completion]] = []
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        tokenizer, size = trainer.processing_class, trainer.num_generations
+        tokenizer, size, call = trainer.processing_class, trainer.num_generations, len(self.calls)
         prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
         rows = [
-            completion(prompt, i % size, len(self.calls), tokenizer, trainer.args.max_completion_length)
+            completion(prompt, -call if trainer.greedy else i % size, call, tokenizer, trainer.args.max_completion_length)
             for i, prompt in enumerate(prompts)
         ]
         if self.scores:
             for before, row in zip(prompt_ids, rows, strict=True):
                 row.logprobs = scored(trainer, before, row.ids)
-        self.calls.append(rows)
+        if not trainer.greedy:
+            self.calls.append(rows)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [row.ids for row in rows],
@@ -74,7 +80,7 @@ def completion(prompt: str, number: int, call: int, tokenizer: Any, longest: int
     own = [byte % 6 != 0 for byte in digest[-len(ids) :]]
     if digest[3] % 12 == 0:
         own = [False] * len(ids)
-    return Completion(tokenizer.decode(ids), ids, own)
+    return Completion(tokenizer.decode(ids), ids, own, prompt=prompt)
 
 
 def scored(trainer: Any, before: list[int], ids: list[int]) -> list[float | None]:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from ..functional.errors import LossPlusError
-from .rollout import checked_reward
+from .reward_functions import RewardBook, checked_reward
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,15 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise LossPlusError(f"{name} is empty.")
 
 
+def check_datasets(train_dataset: Any, eval_dataset: Any, prompts: int) -> None:
+    """Raises LossPlusError for a training or evaluation dataset that cannot be used; `prompts`: those that one rollout takes."""
+    check_dataset("train_dataset", train_dataset)
+    check_rollout_size(train_dataset, prompts)
+    for name, dataset in eval_dataset.items() if isinstance(eval_dataset, dict) else [("eval_dataset", eval_dataset)]:
+        if dataset is not None:
+            check_dataset(name, dataset)
+
+
 def check_rollout_size(dataset: Any, prompts: int) -> None:
     """Raises LossPlusError when a rollout asks for more prompts than the dataset has: the sampler would give none at all."""
     if hasattr(dataset, "__len__") and len(dataset) < prompts:
@@ -50,21 +59,15 @@ def check_rollout_size(dataset: Any, prompts: int) -> None:
         )
 
 
-def check_datasets(train: Any, evaluation: Any, prompts: int) -> None:
-    """Raises LossPlusError for a dataset that cannot be trained on or evaluated; a rollout takes so many prompts."""
-    check_dataset("train_dataset", train)
-    check_rollout_size(train, prompts)
-    for name, dataset in evaluation.items() if isinstance(evaluation, dict) else [("eval_dataset", evaluation)]:
-        if dataset is not None:
-            check_dataset(name, dataset)
-
-
-def check_rewards(reward_funcs: Any) -> list[Any] | None:
+def check_rewards(reward_funcs: Any, weights: list[float] | None, book: RewardBook) -> list[Any] | None:
     """
     The reward functions as a list, each callable one wrapped so that what it returns is checked.
 
+    Args:
+        weights: reward_weights. book: gets what the functions say of single tokens.
+
     Raises:
-        LossPlusError: one is neither callable, nor a module, nor a model's name.
+        LossPlusError: one is neither callable, nor a module, nor a model's name; not one weight a function.
     """
     if reward_funcs is None:
         return None
@@ -72,7 +75,13 @@ def check_rewards(reward_funcs: Any) -> list[Any] | None:
     for func in funcs:
         if not (isinstance(func, str | nn.Module) or callable(func)):
             raise LossPlusError(f"reward_funcs holds a {type(func).__name__}; allowed: a function, a model, or a model's name.")
-    return [func if isinstance(func, str | nn.Module) else checked_reward(func) for func in funcs]
+    if weights is not None and len(weights) != len(funcs):
+        raise LossPlusError(
+            f"reward_weights={weights}: {len(weights)} weights for {len(funcs)} reward functions; it must hold one a function, or be None."
+        )
+    return [
+        func if isinstance(func, str | nn.Module) else checked_reward(func, book, column) for column, func in enumerate(funcs)
+    ]
 
 
 def has_rotary_positions(model: nn.Module) -> bool:

@@ -22,12 +22,13 @@ class DrawnRow:
     One scored completion.
 
     example: the dataset's row, with the columns that a rollout function added. generated: what generation gave for it, in TRL's
-    order, None where it gave nothing. logged: what reward functions logged for it, by column.
+    order, None where it gave nothing. logged: what reward functions logged for it, by column. beside: what else they left for it.
     """
 
     example: dict[str, Any]
     generated: Generated
     logged: dict[str, Any]
+    beside: Any = None
 
 
 class Drawn(Exception):
@@ -37,7 +38,9 @@ class Drawn(Exception):
         self.result = result
 
 
-def as_rows(examples: Sequence[dict[str, Any]], generated: Generated, logged: dict[str, list[Any]]) -> list[DrawnRow]:
+def as_rows(
+    examples: Sequence[dict[str, Any]], generated: Generated, logged: dict[str, list[Any]], beside: Sequence[Any]
+) -> list[DrawnRow]:
     """
     What generation and the reward functions gave for these examples, row by row.
 
@@ -60,6 +63,7 @@ def as_rows(examples: Sequence[dict[str, Any]], generated: Generated, logged: di
             example,
             tuple(values[i] if values else None for values in columns),
             {name: values[i] for name, values in logged.items()},
+            beside[i],
         )
         for i, example in enumerate(examples)
     ]

@@ -15,15 +15,14 @@ from transformers import PreTrainedModel
 from ..batch import LossBatch
 from ..config import GRPOPlusConfig
 from ..diagnostics.probes import StepStatistics, mask_statistics
-from ..estimators import compute_advantages, weighted_sum
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
-from ..functional.masking import select
 from ..kl_control import KLController
 from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
-from . import generation, layouts, minibatch, rollout
+from . import estimator_inputs, generation, layouts, minibatch, rollout
+from .beside import Beside, SeesRewards
 from .callbacks import add_own, log_stop
 from .checks import check_datasets, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
 from .correct import checked_sampler, correct
@@ -38,8 +37,8 @@ from .resample import Resampler
 from .step_guard import StepGuard, gradient_fault
 from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
-from .token_weights import TokenWeightFunc, as_tensor, check_function, evaluate
-from .trl_seam import TRLSeam
+from .token_rewards import last_token_rewards
+from .token_weights import TokenWeightFunc, check_function
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ POSITIONAL = (
 )  # fmt: skip
 
 
-class GRPOPlusTrainer(TRLSeam):
+class GRPOPlusTrainer(SeesRewards):
     """
     GRPO with the loss that `args` (a `GRPOPlusConfig`) describes.
 
@@ -86,16 +85,18 @@ class GRPOPlusTrainer(TRLSeam):
         if kwargs.get("environment_factory") is None:
             check_datasets(train_dataset, eval_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
-        self.token_weight_func = token_weight_func
         check_function(self.spec, token_weight_func)
-        self._token_weights: list[list[float]] | None = None
+        estimator_inputs.check_greedy(
+            self.spec.advantage_estimator, kwargs.get("rollout_func"), kwargs.get("environment_factory")
+        )
+        self.beside = Beside(token_weight_func)
         kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)
         with lora_sync(args, model, kwargs.get("peft_config"), needs_reference) as follows:
             super().__init__(
                 model=model,
-                reward_funcs=check_rewards(reward_funcs),
+                reward_funcs=check_rewards(reward_funcs, args.reward_weights, self.beside.book),
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -116,6 +117,7 @@ class GRPOPlusTrainer(TRLSeam):
         folder = check_space(args, self.model)
         self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
         add_own(self)
+        self.beside.attach(self)
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
         self.around_generation = generation.prepare(self, kwargs.get("rollout_func"))
@@ -155,23 +157,15 @@ class GRPOPlusTrainer(TRLSeam):
         with told_once(self.accelerator.process_index):
             rollout.refuse_infinite(rewards, self.reward_func_names)
 
-    def see_completions(
-        self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
-    ) -> None:
-        """Asks the user's function for token weights."""
-        if self.token_weight_func is not None:
-            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            self._token_weights = evaluate(self.token_weight_func, prompts, completions, ids, columns, decode)
-
     def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
         """Advantages (before any whitening), group ids and flags of the local rows; KL in the reward happens here."""
-        spec, mode = self.spec, self.mode
-        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        spec, num_generations = self.spec, self.group_size
+        estimator = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator)
         mask = out["loss_mask"] = minibatch.token_mask(out)
         rows, process = len(mask), self.accelerator.process_index
         here = slice(process * rows, (process + 1) * rows)
-        if self._token_weights is not None:
-            out["token_weights"] = as_tensor(self._token_weights, mask.shape[1], mask.device)
+        group_ids = torch.arange(len(rewards), device=rewards.device) // num_generations
+        baselines = self.beside.fill(out, group_ids, here)
         logps = cache(lambda: self.rollout_logps(out))
         for name, value in correct(out, mask, self.args, spec, logps, self.accelerator.reduce).items():
             self.log_value(name, value)
@@ -180,24 +174,25 @@ class GRPOPlusTrainer(TRLSeam):
         by_row = kl is not None and spec.kl_in_reward and spec.kl_reward_level == "sequence"
         penalty = self.reward_penalty(out, rollout.kl_penalty_rows(cast(Tensor, kl), mask, coef) if by_row else None)
         token_kl = kl if spec.kl_in_reward and not by_row else None
-        weights, table = self.reward_weights.to(rewards), None
-        if "token_level" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits:
-            score = weighted_sum(rewards[here], weights)
-            table = rollout.token_reward_table(score if penalty is None else score - penalty, token_kl, coef, mask)
-        if kl is not None or penalty is not None or spec.whiten_rewards:
+        weights, table, lengths = self.reward_weights.to(rewards), None, None
+        if "token_level" in estimator.traits:
+            score, given = last_token_rewards(rewards[here], weights, self.beside.rewards), self.beside.rewards
+            table = rollout.token_reward_table(score if penalty is None else score - penalty, token_kl, coef, mask, given)
+        if kl is not None or penalty is not None or spec.whiten_rewards or "lengths" in estimator.requires:
             shared = rollout.share_rows(kl, penalty, table if spec.whiten_rewards else None, mask, self.accelerator.gather)
-            penalty = None if penalty is None else shared.penalty.to(rewards)
+            penalty, lengths = None if penalty is None else shared.penalty.to(rewards), shared.tokens.to(rewards)
             if kl is not None:
                 self._control_kl(shared)
             if table is not None and spec.whiten_rewards:
                 table = shared.whitened(table, mask, process)
-        scored = rollout.score_rollout(spec, self.args.estimator_options, rewards, weights, num_generations, penalty)
+        options = self.args.estimator_options | estimator_inputs.supply_rows(estimator.name, lengths, baselines)
+        scored = rollout.score_rollout(spec, options, rewards, weights, num_generations, penalty)
         out["row"], out["rewards"] = torch.arange(len(rewards), device=rewards.device)[here], rewards[here]
         out["ended"] = self.ended(out)
         for name in ("group_ids", "scored", "flat"):
             out[name] = getattr(scored, name)[here]
         if table is not None:
-            self.token_advantages(out, table, mask)
+            self.token_advantages(out, table, mask, **estimator_inputs.supply(self, out, mask))
         else:
             out["advantages"] = cast(Tensor, scored.advantages)[here]
             if token_kl is not None:
@@ -214,11 +209,7 @@ class GRPOPlusTrainer(TRLSeam):
     def token_advantages(self, out: MicroBatch, rewards: Tensor, mask: Tensor, **options: Any) -> None:
         """Advantages and returns (B, T) from token rewards (B, T), by an estimator that works token by token."""
         options = {**self.args.estimator_options, **options}
-        name = self.spec.advantage_estimator
-        result = compute_advantages(name, rewards, mask, out["group_ids"], out.get("old_values"), **options)
-        scored = out["scored"].unsqueeze(-1)
-        out["advantages"] = select(result.advantages, scored)
-        out["returns"] = torch.where(scored, result.returns, out["old_values"]) if "old_values" in out else result.returns
+        out["advantages"], out["returns"] = estimator_inputs.token_advantages(self, out, rewards, mask, options)
 
     def _rollout_kl(self, out: MicroBatch, mask: Tensor, logps: Callable[[], Tensor]) -> Tensor | None:
         """Per-token KL of the local rows, None where nothing reads it; fixes the coefficient for this rollout."""

@@ -22,7 +22,7 @@ KEEP = "sampler_keep"  # key of a (B, T) bool: False for the tokens that rollout
 COMPLETION = (
     "completion_ids", "completion_mask", "tool_mask", "loss_mask", "old_per_token_logps", "ref_per_token_logps",
     "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "returns", "old_values", "token_weights", KEEP,
-    "logps_at_rollout", "logps", "entropies", "values",
+    "logps_at_rollout", "logps", "entropies", "values", "sum_pi_squared",
 )  # fmt: skip
 WHOLE = ("token_type_ids", "mm_token_type_ids")
 # What the forward passes of the loss gave, where a micro-batch holds it already.

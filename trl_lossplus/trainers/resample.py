@@ -189,8 +189,12 @@ class Resampler:
             mine = range(first, first + rows)
             for part in self._exchange({place: row for place, row in kept.items() if place not in mine}):
                 kept |= part
-        rewards = torch.stack([draws[i].rewards[row] for i, row in whole])
-        return [kept[place] for place in range(first, first + rows)], rewards
+        starts = [0]
+        for draw in draws:
+            starts.append(starts[-1] + len(draw.rewards))
+        rewards = torch.cat([draw.rewards for draw in draws])
+        chosen = torch.tensor([starts[i] + row for i, row in whole], device=rewards.device)
+        return [kept[place] for place in range(first, first + rows)], rewards[chosen]
 
     # What is said of it.
 

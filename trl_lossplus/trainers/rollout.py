@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..estimators import compute_advantages, weighted_sum
 from ..functional.advantages import group_spread, reward_to_go, token_rewards
@@ -19,6 +18,7 @@ from ..functional.masking import Moments, row_moments, row_sums, select
 from ..registry import ADVANTAGE_ESTIMATORS
 from ..spec import LossSpec
 from .normalize import sets_of_rows, whiten_rows
+from .token_rewards import TokenRewards
 
 NO_SIGNAL = (
     "No signal: in every group of this rollout all completions got the same reward, so every advantage is 0 and the weights do not "
@@ -72,7 +72,7 @@ def score_rollout(
     Args:
         rewards: (N, K) of all processes, one column a reward function, NaN where a function does not apply. Rows of one prompt
             are the `num_generations` neighbours that the sampler laid together; from here on groups are told by id.
-        reward_weights: (K,). options: of the estimator.
+        reward_weights: (K,). options: of the estimator, and the tensors (N,) that it reads.
         penalty: (N,) what is taken off each completion's reward (KL, a missing end).
     """
     group_ids = torch.arange(len(rewards), device=rewards.device) // num_generations
@@ -102,9 +102,16 @@ def token_kl_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, coef: floa
     return select(advantages.unsqueeze(-1) - coef * reward_to_go(kl, mask), mask)
 
 
-def token_reward_table(scores: Tensor, kl: Tensor | None, kl_coef: float, mask: Tensor) -> Tensor:
-    """Token rewards (B, T): each row's score on its last valid token (0 if not scored), less coef * KL of every token."""
+def token_reward_table(
+    scores: Tensor, kl: Tensor | None, kl_coef: float, mask: Tensor, given: TokenRewards | None = None
+) -> Tensor:
+    """
+    Token rewards (B, T): what the reward functions gave to tokens, and each row's score on its last valid token (0 if not scored),
+    less coef * KL of every token.
+    """
     table = token_rewards(scores.nan_to_num(nan=0.0), mask)
+    if given is not None:
+        table = table + select(pad(given.tokens.to(table), (0, table.shape[1] - given.tokens.shape[1])), mask)
     return table if kl is None else table - kl_coef * select(kl, mask)
 
 
@@ -179,57 +186,3 @@ def refuse_infinite(rewards: Tensor, names: Sequence[str]) -> None:
             f"reward function {names[column]!r} returned {rewards[row, column].item()} for completion {row} of {len(rewards)}: a "
             "reward must be a finite number, or None where the completion cannot be scored."
         )
-
-
-def _check_rewards(name: str, rewards: Any, expected: int) -> list[float | None]:
-    """The rewards as a list. Raises LossPlusError for a wrong type or count."""
-    if hasattr(rewards, "tolist"):  # torch, numpy
-        rewards = rewards.tolist()
-    if not hasattr(rewards, "__len__") or isinstance(rewards, str | dict):
-        raise LossPlusError(
-            f"reward function {name!r} returned {type(rewards).__name__}; it must return a list "
-            f"of {expected} numbers, one a completion."
-        )
-    if len(rewards) != expected:
-        raise LossPlusError(
-            f"reward function {name!r} returned {len(rewards)} rewards for {expected} completions; it must return "
-            "one a completion."
-        )
-    for i, value in enumerate(rewards):
-        if value is not None and not isinstance(value, int | float) and not hasattr(value, "__float__"):
-            raise LossPlusError(
-                f"reward function {name!r} returned {value!r} for completion {i}; a reward is a number, or None if not scored."
-            )
-    return [None if value is None else float(value) for value in rewards]
-
-
-def checked_reward(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function (plain or async) whose result is checked: one number or None a completion. Keeps its name."""
-    name = getattr(func, "__name__", type(func).__name__)
-
-    def check_call(args: Any, kwargs: Any) -> None:
-        try:
-            inspect.signature(func).bind(*args, **kwargs)
-        except TypeError as error:
-            raise LossPlusError(
-                f"reward function {name!r} cannot be called with what it is given: {error}. It gets {', '.join(sorted(kwargs))} by name; "
-                "let it end in **kwargs, and see that the dataset has the columns that it needs."
-            ) from None
-        except ValueError:
-            pass  # no signature to look at
-
-    if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
-
-        async def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-            check_call(args, kwargs)
-            return _check_rewards(name, await func(*args, **kwargs), len(kwargs["completions"]))
-
-    else:
-
-        def checked(*args: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[misc]
-            check_call(args, kwargs)
-            return _check_rewards(name, func(*args, **kwargs), len(kwargs["completions"]))
-
-    result = wraps(func)(checked)
-    result.__name__ = name
-    return result

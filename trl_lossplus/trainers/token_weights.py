@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,24 +17,27 @@ TokenWeightFunc = Callable[..., list[Any]]
 Span = tuple[int, int, float]  # first character, one past the last, weight
 
 
-def token_ends(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """How many characters of the decoded completion the first 1, 2, ... tokens make. `decode` keeps special tokens out."""
-    return [len(decode(list(ids[: i + 1]))) for i in range(len(ids))]
+def token_at(character: int, ids: Sequence[int], decode: Callable[[list[int]], str]) -> int:
+    """
+    The token that holds a character of the decoded completion, as its index in `ids`. `decode` keeps special tokens out.
+
+    It is the first with which the tokens so far make more text than comes before the character; a few prefixes are decoded.
+    """
+    return bisect_right(range(len(ids)), character, key=lambda t: len(decode(list(ids[: t + 1]))))
 
 
 def spans_to_weights(spans: Sequence[Span], ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[float]:
     """
     Weights by token from spans of characters.
 
-    A token gets the weight of the last span that it shares a character with, else 1.
+    A token gets the weight of the last span that it shares a character with, else 1; one without text that of a span around it.
     """
-    ends = token_ends(ids, decode)
-    starts = [0, *ends[:-1]]
-    weights = [1.0] * len(ids)
+    weights, characters = [1.0] * len(ids), len(decode(list(ids)))
     for first, last, weight in spans:
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            if start < last and first < end:
-                weights[i] = float(weight)
+        first, last = max(first, 0), min(last, characters)
+        if first < last:
+            for t in range(token_at(first, ids, decode), token_at(last - 1, ids, decode) + 1):
+                weights[t] = float(weight)
     return weights
 
 

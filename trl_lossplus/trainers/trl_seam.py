@@ -1,5 +1,5 @@
 """
-The only file that names TRL's private API.
+With trl_passes.py the only file that names TRL's private API.
 
 `TRLSeam` is TRL's GRPOTrainer with its private steps turned into hooks with names of ours. What it overrides and reads is
 checked when this module is imported: a method that is missing or takes other arguments is an error, a changed body of an
@@ -9,7 +9,7 @@ overridden method is one warning, and the versions that were tested are silent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -17,20 +17,18 @@ import torch
 import trl
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 
-from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, Drawn, DrawnRow, as_generated, as_rows
+from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, TOOL_MASK, Drawn, DrawnRow, as_generated, as_rows
 from .failures import rewards_of_all
-from .layouts import PackedForward
 from .minibatch import MicroBatch
-from .packing import Packing
 from .seam_check import SUPPORTED, TRLVersionError, compare
+from .trl_passes import RolloutPasses
 
 # Method: the arguments that we pass or take, and fingerprints of its source in the versions that were tested.
 SEAM: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "_prepare_inputs": (("generation_batch",), frozenset({"40caff99c2cf"})),
     "_generate_and_score_completions": (("inputs",), frozenset({"3d5cec813b83"})),
-    "_generate": (("prompts",), frozenset({"bea6bc4f3207"})),
+    "_generate": (("prompts",), frozenset({"bea6bc4f3207", "9f3c378340c4"})),
     "_calculate_rewards": (("inputs", "prompts", "completions", "completion_ids_list"), frozenset({"5017fb893c0c"})),
     "_compute_loss": (("model", "inputs"), frozenset({"16c4f3917b9f"})),
     "_get_per_token_logps_and_entropies": (
@@ -47,16 +45,12 @@ ATTRIBUTES = (
     "_metrics",
     "_logs",
     "_pending_extra_logs",
+    "_pending_metrics",
     "_entropy_bonus_enabled",
     "_last_world_entropy",
     "_tokenizer",
     "eos_token_ids",
 )
-
-FORWARD_INPUTS = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
-    "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
 
 
 def check_seam(trainer: type, version: str) -> list[str]:
@@ -64,16 +58,11 @@ def check_seam(trainer: type, version: str) -> list[str]:
     return compare(trainer, version, SEAM)
 
 
-class TRLSeam(GRPOTrainer):
+class TRLSeam(RolloutPasses):
     """GRPOTrainer whose scoring, cutting and loss are the hooks below; everything else stays TRL's."""
 
-    args: Any
-    model: Any
-    num_generations: int
-    num_generations_eval: int
     _logs: dict[str, Any]
     _buffered_inputs: Any
-    packed: PackedForward | None = None  # how rows are packed, None where they are padded
     packs_no_rows: str | None = None  # why a kind of trainer cannot pack them
     around_generation: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while completions are made
 
@@ -93,6 +82,7 @@ class TRLSeam(GRPOTrainer):
         if lacking:
             raise TRLVersionError(f"TRL {trl.__version__}: GRPOTrainer has no {', '.join(lacking)}. Install '{SUPPORTED}'.")
         self._gathered_rewards: Tensor | None = None
+        self.own_tokens: list[list[int]] | None = None
         self._draws_from: list[dict[str, Any]] | None = None  # the examples of a draw under way
         self._drawn: tuple[list[DrawnRow], Tensor] | None = None  # rows that stand in for generation, and their rewards
 
@@ -105,6 +95,16 @@ class TRLSeam(GRPOTrainer):
         self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
     ) -> None:
         """Called once a rollout with the local rows, before they are rewarded."""
+
+    def see_rewards(self, prompts: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]) -> None:
+        """Called once a rollout with the local rows, when they are rewarded and before `make_rollout`; may use collectives."""
+
+    def take_beside(self, rows: int) -> list[Any]:
+        """What the reward functions left beside their rewards, a value a local row; it stays with the row, see `put_beside`."""
+        return [None] * rows
+
+    def put_beside(self, values: list[Any]) -> None:
+        """Called before `see_rewards` where rows were drawn earlier: what `take_beside` gave for each of them."""
 
     def collect(self, examples: list[dict[str, Any]]) -> tuple[MicroBatch, Tensor]:
         """TRL's rollout of the local examples, and the gathered (N, K) rewards."""
@@ -137,10 +137,12 @@ class TRLSeam(GRPOTrainer):
     # TRL's private steps.
 
     def _generate(self, prompts: Any) -> Any:
-        if self._drawn is not None:
-            return as_generated(self._drawn[0])
-        with self.around_generation():
-            generated = super()._generate(prompts)
+        if self._drawn is None:
+            with self.around_generation():
+                generated = super()._generate(prompts)
+        else:
+            generated = as_generated(self._drawn[0])
+        self.own_tokens = generated[TOOL_MASK]
         if self._draws_from is None:
             return generated
         raise Drawn(self._score(prompts, generated))
@@ -156,9 +158,11 @@ class TRLSeam(GRPOTrainer):
             rows, rewards = self._drawn
             for column in sorted({column for row in rows for column in row.logged}):
                 self._pending_extra_logs[column].extend(row.logged.get(column) for row in rows)
+            self.put_beside([row.beside for row in rows])
             return rewards
 
         self._gathered_rewards = own() if self._drawn is not None else self._rewards_of_all(own, len(prompts))
+        self.see_rewards(prompts, completion_ids_list, columns)
         return self._gathered_rewards
 
     def _rewards_of_all(self, own: Callable[[], Tensor], rows: int) -> Tensor:
@@ -232,7 +236,7 @@ class TRLSeam(GRPOTrainer):
         rewards = self._rewards_of_all(partial(super()._calculate_rewards, *given), len(examples))
         logged = dict(self._pending_extra_logs)
         self._pending_extra_logs.clear()
-        return as_rows(examples, generated, logged), rewards
+        return as_rows(examples, generated, logged, self.take_beside(len(examples))), rewards
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -274,6 +278,11 @@ class TRLSeam(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     @property
+    def group_size(self) -> int:
+        """Completions a prompt, in training or evaluation."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @property
     def padded_multiple(self) -> int:
         """TRL's pad_to_multiple_of as a number."""
         return int(self.pad_to_multiple_of or 1)
@@ -303,56 +312,9 @@ class TRLSeam(GRPOTrainer):
             table.pop()
         table.extend(advantages)
 
-    def policy_forward(
-        self,
-        model: torch.nn.Module,
-        inputs: MicroBatch,
-        *,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        batch_size: int | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs, entropies (B, T) of completion tokens; a router's auxiliary loss. `batch_size` rows at a time, None: all at once."""
-        if inputs.get("packing") is not None:
-            return *self.score(model, inputs["packing"]), None
-        extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
-        return self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            compute_aux_loss=compute_aux_loss,
-            **extra,
-        )
-
-    def score(self, model: torch.nn.Module, packing: Packing) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies (B, T) of packed rows; a reference model of its own gives no entropies."""
-        with self.accelerator.autocast():
-            return cast(PackedForward, self.packed).score(model, packing)
-
-    def rollout_logps(self, rollout: MicroBatch) -> Tensor:
-        """Log-probs (B, T) of the policy as it is, without gradient: TRL's; where it took none, taken here and not stored (on-policy)."""
-        if rollout.get("old_per_token_logps") is not None:
-            return rollout["old_per_token_logps"]
-        with self.for_rollout_pass():
-            return self.policy_forward(self.model, rollout, batch_size=self.rows_per_pass)[0]
-
-    @property
-    def rows_per_pass(self) -> int:
-        """Rows that a pass over the rollout takes at a time."""
-        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-
-    @contextmanager
-    def for_rollout_pass(self) -> Iterator[None]:
-        """As TRL evaluates log-probs at the rollout: without gradient, and without checkpointing."""
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            yield
-
-    def decode(self, ids: Tensor) -> str:
+    def decode(self, ids: Tensor | list[int]) -> str:
         """Text of token ids (n,), special tokens left out."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
         """Text of one token id, special tokens too."""

@@ -1,0 +1,175 @@
+"""
+The seam's other half, apart for its length: what runs beside TRL's own steps, forward passes over a rollout and greedy completions.
+
+Like trl_seam.py it names TRL's private API; what it relies on stands in the table there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from transformers import GenerationConfig
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from .failures import rewards_of_all
+from .layouts import PackedForward
+from .minibatch import MicroBatch
+from .packing import Packing
+
+FORWARD_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
+    "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+# Settings of generation that only sampling reads.
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+@contextmanager
+def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Other values of attributes, while it is open."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+class RolloutPasses(GRPOTrainer):
+    """GRPOTrainer with passes of our own over a rollout's rows and prompts."""
+
+    args: Any
+    model: Any
+    num_generations: int
+    num_generations_eval: int
+    packed: PackedForward | None = None  # how rows are packed, None where they are padded
+    greedy = False  # whether greedy completions are being generated; a rollout_func reads it
+
+    def policy_forward(
+        self,
+        model: torch.nn.Module,
+        inputs: MicroBatch,
+        *,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        batch_size: int | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """
+        Log-probs and entropies (B, T) of the completion tokens, and the auxiliary loss of a mixture of experts.
+
+        `batch_size` rows at a time, all at once if None.
+        """
+        if inputs.get("packing") is not None:
+            return *self.score(model, inputs["packing"]), None
+        extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **extra,
+        )
+
+    def score(self, model: torch.nn.Module, packing: Packing) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies (B, T) of packed rows; a reference model of its own gives no entropies."""
+        with self.accelerator.autocast():
+            return cast(PackedForward, self.packed).score(model, packing)
+
+    def rollout_logps(self, rollout: MicroBatch) -> Tensor:
+        """
+        Log-probs (B, T) of the rollout under the policy as it is, without gradient; TRL's own where it took them.
+
+        They are not stored: where TRL takes none, the update is on-policy and the loss uses its own forward pass.
+        """
+        if rollout.get("old_per_token_logps") is not None:
+            return rollout["old_per_token_logps"]
+        with self.for_rollout_pass():
+            return self.policy_forward(self.model, rollout, batch_size=self.rows_per_pass)[0]
+
+    def rollout_squares(self, rollout: MicroBatch) -> tuple[Tensor, Tensor]:
+        """
+        `rollout_logps` (B, T), and the sum of the squared probabilities over the vocabulary (B, T), from one forward pass.
+
+        TRL's LM head takes both from its tiles, so no logits (B, T, V) are made; for this pass it is told to give the sums as well.
+        """
+        from trl.trainer.utils import add_fused_lm_head
+
+        base: Any = self.accelerator.unwrap_model(self.model)
+        base = base.get_base_model() if is_peft_model(base) else base
+        before, sums = base.forward, []
+        precision = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
+        add_fused_lm_head(base, **precision, outputs=("log_probs", "log_sum_sq_probs"))
+        with_sums = base.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = with_sums(*args, **kwargs)
+            sums.append(output.log_sum_sq_probs)
+            return output
+
+        base.forward = forward
+        try:
+            with self.for_rollout_pass(), replaced(self, {"packed": None}):
+                logps = self.policy_forward(self.model, rollout, batch_size=self.rows_per_pass)[0]
+        finally:
+            base.forward = before
+        return logps, torch.cat(sums)[:, -logps.shape[1] :].exp()
+
+    def score_greedily(self, prompts: list[Any], rows: list[dict[str, Any]]) -> Tensor:
+        """
+        Rewards (N, K) of one greedy completion of each prompt, generated and scored as a rollout's; those of all processes.
+
+        Args:
+            prompts: as many on every process. rows: the dataset's columns of each.
+        """
+        with self._greedily():
+            _, ids, _, completions, _, extra, *_ = super()._generate(prompts)
+            for name, values in extra.items():  # a rollout function's own columns, for the reward functions
+                rows = [{**row, name: values[i] if isinstance(values, list) else values} for i, row in enumerate(rows)]
+            own = partial(super()._calculate_rewards, rows, prompts, completions, ids)
+            return rewards_of_all(own, self.accelerator, (len(prompts), len(self.reward_funcs)))
+
+    @contextmanager
+    def _greedily(self) -> Iterator[None]:
+        """One completion a prompt, the likeliest token at each place; nothing is counted or logged, the random state stays."""
+        ours: dict[str, Any] = {"greedy": True, "num_generations": 1, "num_generations_eval": 1}
+        ours |= {"_metrics": {mode: defaultdict(list) for mode in self._metrics}}
+        ours |= {name: defaultdict(list) for name in ("_pending_extra_logs", "_pending_metrics")}
+        sampler: Any = self.vllm_generation if self.use_vllm else self
+        kwargs = {name: value for name, value in (sampler.generation_kwargs or {}).items() if name not in SAMPLING}
+        if self.use_vllm:
+            theirs: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": None, "generation_kwargs": kwargs}
+        else:
+            kwargs["do_sample"] = False
+            theirs = {"generation_kwargs": kwargs, "generation_config": GenerationConfig(**kwargs, disable_compile=True)}
+        device, seen = self.accelerator.device, self.state.num_input_tokens_seen
+        random = {
+            "devices": [] if device.type == "cpu" else [device],
+            "device_type": "cuda" if device.type == "cpu" else device.type,
+        }
+        with torch.random.fork_rng(**random), replaced(self, ours), replaced(sampler, theirs):
+            yield
+        self.state.num_input_tokens_seen = seen
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows that a pass over the rollout takes at a time."""
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
+    @contextmanager
+    def for_rollout_pass(self) -> Iterator[None]:
+        """As TRL evaluates log-probs at the rollout: without gradient, and without checkpointing."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            yield
