@@ -292,3 +292,22 @@ def test_nan_is_told_once(toy, tmp_path, caplog):
     assert len(told) == 1
     assert "'division' returned nan for completion 5 of 8" in told[0]
     assert logged(run, "group_reward/unscored") == [1.0] * 3
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "remax"])
+def test_whitening_a_row_alone_needs_something_that_varies_along_it(toy, tmp_path, estimator):
+    """Rewards by completion with gamma 1 are refused at the first rollout; gamma, a token KL or rewards by token make it a choice."""
+    row = {
+        "advantage_estimator": estimator,
+        "advantage_normalization": "rollout",
+        "advantage_norm_scope": "sequence",
+        "max_steps": 1,
+    }
+    with pytest.raises(LossPlusError, match=f"'sequence': with advantage_estimator='{estimator}' .* Set batch or group"):
+        trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, **row).train()
+    token_kl = {"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_reward_level": "token", "learning_rate": 0.1, "max_steps": 2}
+    for reward, fields in ((letter_reward, {"gamma": 0.9}), (vowel_rewards, {}), (letter_reward, token_kl)):
+        settings = row | fields
+        run = trainer(toy, tmp_path, reward=reward, rollout=fixed_rollout, **settings)
+        run.train()
+        assert run.state.global_step == settings["max_steps"]

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from ..estimators import compute_advantages, weighted_sum
 from ..functional.advantages import Advantages
 from ..functional.errors import LossPlusError
-from ..functional.masking import select
+from ..functional.masking import Moments, select
 from ..registry import ADVANTAGE_ESTIMATORS
 from .exchange import Exchange
 from .minibatch import MicroBatch
@@ -120,6 +120,27 @@ def token_advantages(
         result = Advantages(*(x[first : first + rows, :width] for x in result))
     returns = result.returns if values is None else torch.where(scored, result.returns, values)
     return Advantages(select(result.advantages, scored), returns)
+
+
+def refuse_constant_rows(trainer: GRPOPlusTrainer, rows: Moments) -> None:
+    """
+    Raises LossPlusError at the first rollout where whitening each row alone would leave no advantage: rewards to go, by completion only.
+
+    Args:
+        rows: moments of each row's advantages, (N,), of all processes, so that every process refuses alike.
+    """
+    spec = trainer.spec
+    token_kl = spec.kl_in_reward and spec.kl_reward_level == "token"
+    whitened = spec.advantage_normalization != "none" and spec.advantage_norm_scope == "sequence"
+    to_go = "reward_to_go" in ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).traits
+    if not (whitened and to_go) or spec.gamma != 1.0 or token_kl or trainer.state.global_step > 0:
+        return
+    long = rows.n > 1
+    if bool(long.any()) and bool((rows.variance().sqrt() <= 1e-6 * rows.mean.abs())[long].all()):
+        raise LossPlusError(
+            f"advantage_norm_scope='sequence': with advantage_estimator={spec.advantage_estimator!r} and gamma=1.0, and no reward by token, "
+            "an advantage is constant over its sequence, so its mean is itself and every advantage would be 0. Set batch or group."
+        )
 
 
 def _all_group_ids(trainer: GRPOPlusTrainer, rows: int, device: torch.device) -> Tensor:

@@ -259,6 +259,7 @@ class GRPOPlusTrainer(SeesRewards):
             normalization=normalization,
             drop_flat=self.spec.zero_std_groups == "drop",
         )
+        estimator_inputs.refuse_constant_rows(self, table.advantages)
         minibatch.cut_windows(micro_batches, table, per_window=per_window, world_size=self.accelerator.num_processes)
         if not exact:
             minibatch.share_windows(micro_batches)
