@@ -127,7 +127,7 @@ def options_of(spec: LossSpec) -> dict[str, Any]:
     reads = ADVANTAGE_ESTIMATORS.get(spec.advantage_estimator).options
     options: dict[str, Any] = {"scale_rewards": spec.scale_rewards}
     options |= {"eps": 1e-4} if spec.advantage_estimator in ("grpo", "gdpo") else {}
-    options |= {name: getattr(spec, name) for name in ("gae_lambda", "gae_lambda_critic", *ESTIMATOR_FIELDS)}
+    options |= {name: getattr(spec, name) for name in (*ESTIMATOR_FIELDS, "gae_lambda", "gae_lambda_critic")}
     return {name: value for name, value in options.items() if name in reads}
 
 

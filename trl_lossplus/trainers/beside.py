@@ -92,6 +92,10 @@ class SeesRewards(TRLSeam):
 
     beside: Beside
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.beside.attach(cast("GRPOPlusTrainer", self))
+
     def take_beside(self, rows: int) -> list[Any]:
         """What the reward functions said of single tokens."""
         return self.beside.book.take(rows)

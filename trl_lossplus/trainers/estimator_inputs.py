@@ -28,11 +28,12 @@ THEIRS = {
 }
 
 
-def check_greedy(estimator: str, rollout_func: Any, environment_factory: Any) -> None:
-    """Raises LossPlusError where greedy completions are needed and what generates cannot be told to be greedy."""
+def check_greedy(estimator: str, arguments: dict[str, Any]) -> None:
+    """Raises LossPlusError where greedy completions are needed and what generates, by the trainer's arguments, cannot be told to be greedy."""
     if "reward_baselines" not in ADVANTAGE_ESTIMATORS.get(estimator).requires:
         return
-    if environment_factory is not None:
+    rollout_func = arguments.get("rollout_func")
+    if arguments.get("environment_factory") is not None:
         raise LossPlusError(
             f"advantage_estimator={estimator!r} scores one greedy completion a prompt, and an environment_factory plays only the sampled "
             "ones. Take an estimator with a baseline from the group (rloo, grpo), or a rollout_func that can be greedy."

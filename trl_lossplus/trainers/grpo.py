@@ -86,9 +86,8 @@ class GRPOPlusTrainer(SeesRewards):
             check_datasets(train_dataset, eval_dataset, args.prompts_per_rollout)
         self.spec: LossSpec = args.loss_spec()
         check_function(self.spec, token_weight_func)
-        estimator_inputs.check_greedy(
-            self.spec.advantage_estimator, kwargs.get("rollout_func"), kwargs.get("environment_factory")
-        )
+        estimator_inputs.check_greedy(self.spec.advantage_estimator, kwargs)
+        self.beside = Beside(token_weight_func)
         self.beside = Beside(token_weight_func)
         kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
@@ -117,7 +116,6 @@ class GRPOPlusTrainer(SeesRewards):
         folder = check_space(args, self.model)
         self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
         add_own(self)
-        self.beside.attach(self)
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
         self.around_generation = generation.prepare(self, kwargs.get("rollout_func"))
