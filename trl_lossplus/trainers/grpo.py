@@ -88,7 +88,6 @@ class GRPOPlusTrainer(SeesRewards):
         check_function(self.spec, token_weight_func)
         estimator_inputs.check_greedy(self.spec.advantage_estimator, kwargs)
         self.beside = Beside(token_weight_func)
-        self.beside = Beside(token_weight_func)
         kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)
