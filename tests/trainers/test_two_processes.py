@@ -102,19 +102,21 @@ ZERO2 = {
 }  # fmt: skip
 
 
-# The rollout's passes are the loss's own, once an optimizer step, and twice an optimizer step.
-ONE_PASS = {
+WAYS = {
+    "as above": {},
+    # The rollout's passes are the loss's own, once an optimizer step, and twice an optimizer step.
     "a micro-batch a step": {"gradient_accumulation_steps": 1},
     "two rollouts a step": {"steps_per_generation": 1, "learning_rate": 0.6},
+    "reentrant, accumulation 4": {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "gradient_accumulation_steps": 4},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "zero2"])
-@pytest.mark.parametrize("way", [None, *ONE_PASS])
+@pytest.mark.parametrize("way", WAYS)
 def test_ppo_with_an_adapter_critic_on_two_processes(toy, tmp_path, backend, way):
     """Adapter critic, checkpointing, accumulation, KL with the base as reference: the weights of one process, to 1e-5."""
-    settings = {**PPO, **ONE_PASS.get(way, {})}
+    settings = {**PPO, **WAYS[way]}
     one, _ = launch(1, toy, tmp_path / "one", settings)
     two, facts = launch(2, toy, tmp_path / "two", {**settings, "deepspeed": ZERO2} if backend == "zero2" else settings)
     assert facts["processes"] == 2
