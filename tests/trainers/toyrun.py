@@ -26,7 +26,7 @@ def fixed_rollout(prompts, trainer):
     first = trainer.accelerator.process_index * len(prompts)
     prompt_ids, completion_ids = [], []
     for i, prompt in enumerate(prompts):
-        place = "greedy" if trainer.greedy else (first + i) % group
+        place = "greedy" if getattr(trainer, "greedy", False) else (first + i) % group
         digest = hashlib.sha256(f"{prompt} {place}".encode()).digest()
         length = 1 + digest[0] % 6
         prompt_ids.append(tokenizer(prompt)["input_ids"])
