@@ -2,6 +2,7 @@
 # make test     sets up what is missing, checks style and types, runs the tests
 # make test-all also those that take minutes: every launch of docs/launches.md on two processes
 # make real     adds a small real model and task, and trains on it
+# make docs     the documentation as a site, in build/site
 # make test-trl TRL=1.15.0    the mirror tests against another TRL
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRL ?= 1.15.0
 
-.PHONY: train test test-all real test-trl clean
+.PHONY: train test test-all real docs test-trl clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -33,6 +34,10 @@ $(BIN)/python:
 	$(PIP) install -q -c constraints.txt gguf reasoning-gym math-verify
 	touch $@
 
+.venv/.docs: .venv/.train
+	$(PIP) install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 train: .venv/.train
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py --output_dir runs/toy
 
@@ -48,6 +53,11 @@ test-all: .venv/.test
 
 real: .venv/.real
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py --config recipes/configs/smollm2_lora.yaml
+
+# (The theme's notice about its successor is no warning of ours.)
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 test-trl: .venv/.test
 	rm -rf build/trl-$(TRL)

@@ -269,6 +269,11 @@ def run_list(arguments: Sequence[str]) -> int:
     """`list [KIND]`: the catalog of one kind, or of all."""
     from .catalog import KINDS, listing
 
+    if {"-h", "--help"} & set(arguments):
+        print(
+            f"usage: {PROG} list [{'|'.join(KINDS)}]\n\nWhat can be chosen, of one kind or of all: name, formula, what it needs, source."
+        )
+        return 0
     if len(arguments) > 1:
         raise LossPlusError(f"list takes one kind, and got {' '.join(arguments)}.")
     print("\n\n".join(listing(kind) for kind in (arguments or KINDS)))

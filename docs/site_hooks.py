@@ -1,0 +1,55 @@
+"""What mkdocs calls: the pages that are made from other files, and a look at what was built. See mkdocs.yml."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+log = logging.getLogger("mkdocs.hooks.site")
+
+
+def front_page(readme: str) -> str:
+    """The README as the site's first page: links into docs/ become links between pages."""
+    return re.sub(r"\]\(docs/", "](", readme)
+
+
+def reference() -> dict[str, str]:
+    """{file: text} of the reference."""
+    spec = importlib.util.spec_from_file_location("make_reference", HERE / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {f"reference/{name}.md": make() for name, make in module.PAGES.items()}
+
+
+def made_pages() -> dict[str, str]:
+    """{file: text} of all pages that are made when the site is built."""
+    return {"index.md": front_page((HERE.parent / "README.md").read_text()), **reference()}
+
+
+def loaded_from_elsewhere(html: str) -> list[str]:
+    """What a page would load from another host: scripts, styles, pictures, fonts. (Links to follow are not loaded.)"""
+    tags = re.findall(r"<(?:script|img|iframe|source|video|audio)\b[^>]*?\bsrc=[\"']((?:https?:)?//[^\"']+)", html)
+    styles = [tag for tag in re.findall(r"<link\b[^>]*>", html) if re.search(r"rel=[\"'](?:stylesheet|preconnect|preload)", tag)]
+    return tags + [found for tag in styles for found in re.findall(r"href=[\"']((?:https?:)?//[^\"']+)", tag)]
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the made pages."""
+    from mkdocs.structure.files import File
+
+    for name, text in made_pages().items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_post_build(config: Any) -> None:
+    """A warning (an error under --strict) for each page that loads something from elsewhere."""
+    for page in sorted(Path(config["site_dir"]).rglob("*.html")):
+        for found in loaded_from_elsewhere(page.read_text()):
+            log.warning("%s loads %s", page.name, found)

@@ -1,0 +1,107 @@
+"""The site's pages without mkdocs: every link has its page and its anchor, the navigation is whole, nothing is loaded from elsewhere."""
+
+import importlib.util
+import re
+
+import pytest
+import yaml
+from docpages import DOCS, PAGES, ROOT, anchors, links, slug
+
+
+@pytest.fixture(scope="module")
+def site():
+    """docs/site_hooks.py as a module."""
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def made(site):
+    """{file: text} of the pages that are made when the site is built."""
+    return site.made_pages()
+
+
+def navigation() -> list[str]:
+    text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text())
+
+    def files(item):
+        children = item.values() if isinstance(item, dict) else item
+        return [item] if isinstance(item, str) else [name for child in children for name in files(child)]
+
+    return files(yaml.safe_load(text)["nav"])
+
+
+def broken(text, folder, here, generated=()):
+    """Links of a page that lead nowhere: the file is not there, or has no such heading."""
+    wrong = []
+    for target in links(text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"(https?:|mailto:)", target):
+            continue
+        name = path.rsplit("/", 1)[-1]
+        if path in generated:
+            other = generated[path]
+        elif path and not (folder / path).exists():
+            wrong.append(target)
+            continue
+        else:
+            other = here if not path else (folder / path).read_text() if name.endswith(".md") else ""
+        if anchor and anchor not in anchors(other):
+            wrong.append(target)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_anchors(page):
+    path = PAGES[page]
+    text = path.read_text()
+    assert broken(text, path.parent, text) == []
+
+
+def test_links_of_made_pages(made):
+    for name, text in made.items():
+        folder = (DOCS / name).parent
+        beside = {other.rsplit("/", 1)[-1]: page for other, page in made.items() if (DOCS / other).parent == folder}
+        assert broken(text, folder, text, beside) == [], name
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    (tmp_path / "other.md").write_text("# One heading\n```text\n# none\n```\n")
+    text = "# Here, `now`\n[a](other.md#one-heading) [b](#here-now) `[x](none.md)` ![c](none.svg) [d](other.md#none) [e](#there)"
+    assert broken(text, tmp_path, text) == ["none.svg", "other.md#none", "#there"]
+    assert slug("What `make test` says: (all) [of it](x.md)") == "what-make-test-says-all-of-it"
+
+
+def test_navigation_is_whole(made):
+    """Each page of docs/ and each made one is in mkdocs.yml, once; add a new page under `nav` there."""
+    there = navigation()
+    assert len(there) == len(set(there))
+    assert set(there) == {path.name for path in PAGES.values() if path.parent == DOCS} | set(made)
+
+
+def test_front_page_is_the_readme(made):
+    readme = (ROOT / "README.md").read_text()
+    assert made["index.md"].replace("](", "](docs/").replace("](docs/http", "](http") == readme
+
+
+def test_reference_names_what_there_is(made):
+    """Every public name, every function of functional/, every field of ours and every command has its heading."""
+    import trl_lossplus
+    from trl_lossplus.cli import COMMANDS
+
+    assert {name.lower() for name in trl_lossplus.__all__} <= anchors(made["reference/python.md"])
+    assert {"masked_mean", "aggregate", "estimate_kl", "value_loss"} <= anchors(made["reference/functional.md"])
+    assert {"policy_loss", "kl_placement", "critic", "vf_coef"} <= anchors(made["reference/fields.md"])
+    assert "learning_rate" not in anchors(made["reference/fields.md"])
+    assert set(COMMANDS) == anchors(made["reference/commands.md"]) - {"commands"}
+    assert made["reference/commands.md"].count("usage: ") >= len(COMMANDS)
+
+
+def test_what_a_page_loads(site):
+    html = (
+        '<a href="https://a.org"></a><script src="https://b.org/x.js"></script><link rel="stylesheet" href="//c.org/x.css">'
+        '<img alt="" src="https://d.org/x.png"><img src="img/x.svg"><link rel="canonical" href="https://e.org">'
+    )
+    assert site.loaded_from_elsewhere(html) == ["https://b.org/x.js", "https://d.org/x.png", "//c.org/x.css"]
