@@ -78,6 +78,10 @@ class RecipeArguments:
             "file.py:function, or a reward model. None: what belongs to the toy or to the reasoning_gym task."
         },
     )
+    eval_holdout: int | None = _field(
+        "So many different prompts of the dataset are kept out of training; before and after it the mean rewards on them are printed, "
+        "and kept in holdout.json in output_dir. num_generations_eval completions of each, sampled as in training."
+    )
     smollm2_dir: str | None = _field("Folder of the converted model for model_name_or_path=smollm2. None: in the user's cache.")
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from trl_lossplus.toy import save_toy
 from trl_lossplus.trainers.output import check_output
 
 from .arguments import TOY, Recipe, RecipeArguments, on_cpu, parse
+from .holdout import Holdout, hold_out
 from .report import describe_loss, last_line, use_step_lines
 from .rewards import reward_functions
 from .smollm2 import smollm2
@@ -100,10 +101,12 @@ def build_trainer(recipe: Recipe, arguments: RecipeArguments, training: GRPOPlus
         path = model_folder(str(model.model_name_or_path), arguments, output)
         if isinstance(training, PPOPlusConfig) and training.critic_model_name_or_path is not None:
             training.critic_model_name_or_path = model_folder(training.critic_model_name_or_path, arguments, output)
-        train_dataset = source.load(arguments.dataset_train_split)
+        train_dataset, held_out = source.load(arguments.dataset_train_split), None
+        if arguments.eval_holdout is not None:
+            train_dataset, held_out = hold_out(train_dataset, arguments.eval_holdout, training.seed)
         evaluates = training.eval_strategy != "no"
         eval_dataset = source.load(arguments.dataset_test_split) if evaluates else None
-    return recipe.trainer_class(
+    trainer = recipe.trainer_class(
         model=path,
         reward_funcs=rewards,
         args=training,
@@ -111,6 +114,9 @@ def build_trainer(recipe: Recipe, arguments: RecipeArguments, training: GRPOPlus
         eval_dataset=eval_dataset,
         **model_settings(training, model),
     )
+    if held_out is not None:
+        trainer.add_callback(Holdout(trainer, held_out, say))
+    return trainer
 
 
 def run(recipe: Recipe, argv: Sequence[str] | None = None) -> None:

@@ -70,6 +70,7 @@ CLAIMS = {
     "grpo_lora": {"loss_aggregation": "seq_mean_token_mean", "beta": 0.001, "kl_placement": "loss"},
     "qlora": {"policy_loss": "ppo_clip", "loss_aggregation": "token_mean", "beta": 0.001, "kl_placement": "loss"},
     "smollm2_lora": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "beta": 0.02, "kl_placement": "loss"},
+    "smollm2_grpo": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "scale_rewards": "group", "kl_placement": "none"},
     "toy_ppo": {**PPO, "advantage_normalization": "rollout"},
     "ppo_lora": PPO,
     "ppo_full": PPO,
@@ -104,10 +105,10 @@ def test_config_is_what_its_comment_claims(path):
     assert {name: getattr(spec, name) for name in CLAIMS[path.stem]} == CLAIMS[path.stem]
     assert report.describe_loss(spec)
     assert getattr(training, "critic", None) == CRITICS.get(path.stem)
-    off_policy = {"dapo": 4, "gspo": 4, "cispo": 4, "smollm2_lora": 2, **dict.fromkeys(CRITICS, PPO_EPOCHS)}
+    off_policy = {"dapo": 4, "gspo": 4, "cispo": 4, "smollm2_lora": 2, "smollm2_grpo": 2, **dict.fromkeys(CRITICS, PPO_EPOCHS)}
     assert training.optimizer_steps_per_rollout == off_policy.get(path.stem, 1)
     assert training.is_on_policy == (path.stem not in off_policy)
-    assert model.use_peft == path.stem.endswith("lora")
+    assert model.use_peft == (path.stem.endswith("lora") or path.stem.startswith("smollm2"))
     assert model.lora_dropout == 0.0 or not model.use_peft
 
 
@@ -116,7 +117,9 @@ def test_block_for_a_real_model_is_valid(path, tmp_path):
     """The commented fields of each file, with their comment signs taken away, are fields, and fit together."""
     shown, _, hidden = path.read_text().partition("# A real model (on GPUs)")
     fields = "#" + re.sub(r"^# (?=[a-z_0-9]+: )", "", hidden, flags=re.MULTILINE)
-    assert (len(yaml.safe_load(fields) or {}) >= 6) == (path.stem not in ("toy", "toy_ppo", "smollm2_lora", "qlora"))
+    assert (len(yaml.safe_load(fields) or {}) >= 6) == (
+        path.stem not in ("toy", "toy_ppo", "qlora") and not path.stem.startswith("smollm2")
+    )
     (tmp_path / "real.yaml").write_text(shown + fields)
     script, training, _ = arguments.parse(recipe_of(path), ["--config", "real.yaml"])
     assert training.loss_spec()
