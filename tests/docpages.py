@@ -24,6 +24,11 @@ class Block(NamedTuple):
         """Why it cannot run in a test, as the page says it: `<!-- not run: REASON -->`; "" for a block that is run."""
         return self.mark.removeprefix("not run: ") if self.mark.startswith("not run: ") else ""
 
+    @property
+    def nightly(self) -> str:
+        """Why it is run at night alone: `<!-- nightly: REASON -->`."""
+        return self.mark.removeprefix("nightly: ") if self.mark.startswith("nightly: ") else ""
+
 
 def blocks(page: str, *languages: str) -> list[Block]:
     """The blocks of a page, of these languages or of all."""

@@ -3,23 +3,21 @@
 import ast
 import dataclasses
 import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from docpages import blocks
+from docrun import PageRun
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import ppo_cost  # noqa: E402
-from recipes import arguments, ppo  # noqa: E402
-from trl_lossplus import PPOPlusConfig, cli  # noqa: E402
+from trl_lossplus import PPOPlusConfig  # noqa: E402
 
 PAGE = (ROOT / "docs" / "ppo.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 TRAINER_ARGUMENTS = {"model", "reward_funcs", "processing_class", "peft_config"}
 
 # Fields of trl 1.12.0's trl/experimental/ppo/ppo_config.py, and what its trainer took beside the usual.
@@ -40,10 +38,6 @@ VERL_FIELDS = """
 """
 
 
-def blocks(language):
-    return [text for name, text in BLOCKS if name == language]
-
-
 def table(heading):
     """The cells of the first table below a heading, without its head."""
     below = PAGE.split(f"\n## {heading}\n", 1)[1]
@@ -51,41 +45,13 @@ def table(heading):
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
 
 
-def test_every_block_is_of_a_kind_that_is_tested():
-    assert {name for name, _ in BLOCKS} == {"shell", "python", "yaml", "text"}
-
-
-@pytest.mark.parametrize("text", blocks("python"))
-def test_python_block_runs(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(text, "docs/ppo.md", "exec"), {"__name__": "__main__"})
-    assert ast.literal_eval(capsys.readouterr().out.strip().splitlines()[-1].split(" ", 1)[1])
-
-
-@pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_block_is_a_configuration(text, tmp_path):
-    path = tmp_path / "block.yaml"
-    path.write_text(text)
-    _, training, _ = arguments.parse(ppo.RECIPE, ["--config", str(path), "--output_dir", str(tmp_path)])
-    assert {name: getattr(training, name) for name in yaml.safe_load(text)}
-    assert training.loss_spec()
-
-
-@pytest.mark.parametrize("line", [line for text in blocks("shell") for line in text.splitlines()])
-def test_shell_line_is_a_command(line, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    words = shlex.split(line)
-    if words[0] == "trl-lossplus":
-        assert cli.main(words[1:]) == 0
-        assert "The critic" in capsys.readouterr().out
-        return
-    if words[0] == "accelerate":
-        assert words[1:3] == ["launch", "--config_file"]
-        assert Path(words[3]).is_file()
-        words = ["python", *words[4:]]
-    assert words[:2] == ["python", "recipes/ppo.py"]
-    assert arguments.parse(ppo.RECIPE, words[2:])
+def test_blocks_run(tmp_path, monkeypatch, capsys):
+    """The example prints an explained variance for each step; `explain` says what the critic is; all of it is about PPO."""
+    run = PageRun("docs/ppo.md", tmp_path, monkeypatch).run()
+    assert run.ran == len(blocks("docs/ppo.md"))
+    (line,) = [line for line in run.printed.splitlines() if line.startswith("adapter [")]
+    assert len(ast.literal_eval(line.split(" ", 1)[1])) == 8
+    assert "The critic" in run.printed
 
 
 @pytest.mark.parametrize(("heading", "theirs"), [("From TRL 1.12's PPOTrainer", TRL_FIELDS), ("From verl's PPO", VERL_FIELDS)])

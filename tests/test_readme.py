@@ -2,8 +2,9 @@
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
+from docpages import ROOT, blocks
+from docrun import PageRun
 from helpers import EVERY_OBJECTIVE
 
 from trl_lossplus import GRPOPlusConfig, LossSpec, PPOPlusConfig
@@ -11,24 +12,15 @@ from trl_lossplus.cli import main
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from trl_lossplus.spec import CHOICES
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
-
-
-def test_python_blocks_run(tmp_path, monkeypatch):
-    """The example trains, and the ten-line loss registers and can be named."""
-    monkeypatch.chdir(tmp_path)
-    example, own_loss = blocks("python")
-    assert len([line for line in example.splitlines() if line.strip()]) <= 16
-    scope = {}
-    exec(example.replace('"max_steps": 20', '"max_steps": 2'), scope)
+def test_blocks_run(tmp_path, monkeypatch):
+    """The example trains, the ten-line loss registers and can be named, and the commands are ones."""
+    assert len([line for line in blocks("README.md", "python")[0].text.splitlines() if line.strip()]) <= 16
+    scope = PageRun("README.md", tmp_path, monkeypatch).run().scope
     assert scope["trainer"].spec.policy_loss == "gspo"
-    assert scope["trainer"].state.global_step == 2
-    exec(own_loss, scope)
+    assert scope["trainer"].state.global_step == 20
     assert LossSpec(policy_loss="my_loss").required() == {"logps", "mask", "old_logps", "advantages"}
     POLICY_LOSSES.entries.pop("my_loss")
 
@@ -38,7 +30,7 @@ def test_explain_block_is_what_explain_prints(capsys):
     command = re.search(r"`trl-lossplus (explain --policy_loss[^`]*)`", README).group(1)
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
-    (shown,) = [block for block in blocks("text") if block.startswith("The loss")]
+    (shown,) = [block.text for block in blocks("README.md", "text") if block.text.startswith("The loss")]
     for line in shown.splitlines():
         assert line == "..." or line in printed, line
 

@@ -1,45 +1,25 @@
 """docs/verify.md from start to end, and the fixture for a project's own tests."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from docpages import blocks
+from docrun import PageRun
 
 from trl_lossplus import LossBatch, LossSpec, PolicyTerm, compute_loss, register_policy_loss
-from trl_lossplus.cli import main
 from trl_lossplus.registry import POLICY_LOSSES
 from trl_lossplus.snapshots.take import take
 from trl_lossplus.snapshots.testing import assert_unchanged
 
-PAGE = (Path(__file__).parents[2] / "docs/verify.md").read_text()
 
-
-def test_every_block_runs(tmp_path, monkeypatch, capsys, assert_loss_unchanged):
-    """In the order of the page, in one folder; a block that begins with a file's name becomes that file."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    scope, ran, printed = {}, 0, ""
-    for language, text in re.findall(r"```(python|bash)\n(.*?)```", PAGE, re.S):
-        name = re.match(r"# (\w+\.py)\n", text)
-        if name:
-            Path(name[1]).write_text(text)
-        elif language == "python":
-            exec(text, scope)
-        else:
-            for line in text.strip().splitlines():
-                words = shlex.split(line.removesuffix(" || true"))
-                assert words[0] == "trl-lossplus"
-                assert main(words[1:]) == (1 if line.endswith("|| true") else 0)
-        ran += 1
-        printed += capsys.readouterr().out
-    assert ran == 9
-    scope["test_my_loss"](assert_loss_unchanged)
-    assert "Only the policy term changed: epsilon 0.2 -> 0.05." in printed
+def test_every_block_runs(tmp_path, monkeypatch, assert_loss_unchanged):
+    """In the order of the page; and the project's own test, which the last block defines, passes."""
+    run = PageRun("docs/verify.md", tmp_path, monkeypatch).run()
+    assert run.ran == len(blocks("docs/verify.md"))
+    run.scope["test_my_loss"](assert_loss_unchanged)
+    assert "Only the policy term changed: epsilon 0.2 -> 0.05." in run.printed
     assert Path("diff.html").read_text().startswith("<!DOCTYPE html>")
-    for line in re.search(r"```text\n(.*?)```", PAGE, re.S)[1].splitlines():
-        assert re.sub(r"[\d.]+", "#", line) in re.sub(r"[\d.]+", "#", printed)
 
 
 def test_the_fixture_catches_a_changed_loss(tmp_path):
