@@ -301,6 +301,7 @@ def test_ppo_defaults():
 # Conflicts: fields, and what the message must name: the field, its value, what to do.
 SPLIT = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
 CONFLICTS = [
+    ({"policy_loss": "rec", "rec_ring_low": 0.5}, ["rec_ring_low=0.5", "rec_clip='one_side'", "nothing reads it", "Set rec_clip='ring'"]),
     # a KL coefficient that nothing reads, KL in two places (C7)
     ({"kl_reward_coef": 0.1}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='reward'"]),
     ({"kl_reward_coef": 0.1, "beta": 0.2}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='both'"]),

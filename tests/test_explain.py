@@ -192,6 +192,18 @@ LINES = [
     ({"policy_loss": "gmpo", "epsilon": 0.4}, "The loss",
      "  one ratio a row, exp of its mean log ratio; log ratio clipped to [-0.4, 0.4], one-sided by the sign of A; "
      "source: GMPO, arXiv 2507.20673"),
+    ({"policy_loss": "dppo_kl", "epsilon": 0.05}, "The loss",
+     "  thresholds 0.05 for A < 0 and 0.05 for A > 0; dppo_ratio_max 20; source: DPPO, arXiv 2602.04879"),
+    ({"policy_loss": "clip_cov", "seed": 3}, "The loss",
+     "  ratio clipped to [0.8, 1.2]; clip_cov_max 5; clip_cov_min 1; clip_cov_ratio 0.0002; cov_seed 3; source: Clip-Cov, arXiv 2505.22617"),
+    ({"policy_loss": "rec", "rec_clip": "ring", "rec_weight": "importance"}, "The loss",
+     "  one ratio a token; trained on where the ratio is in [0.8, 1.2]; rec_clip ring; rec_ring_high 2; rec_ring_low 0.6; "
+     "rec_weight importance; source: REC and RED-Weight, arXiv 2509.24203"),
+    ({"policy_loss": "rec", "rec_clip": "none", "rec_weight": "advantage"}, "The loss",
+     "  one ratio a token; rec_clip none; rec_temperature 1; rec_weight advantage; source: REC and RED-Weight, arXiv 2509.24203"),
+    ({"policy_loss": "sppo", "epsilon": 0.25}, "The loss",
+     "  trained on where the ratio is in [0.8, 1.25]; source: sPPO, arXiv 2108.05828"),
+    ({"policy_loss": "m2po"}, "The loss", "  m2_threshold 0.04; source: M2PO, arXiv 2510.01161"),
     ({"loss_type": "sapo"}, "The loss",
      "  one ratio a token; sapo_temperature_neg 1.05; sapo_temperature_pos 1; source: SAPO, arXiv 2511.20347"),
     ({"log_ratio_clamp": 10.0}, "The loss", "r = pi / pi_old with |log r| <= 10, A = advantage, sg = stop gradient"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from trl import GRPOConfig
@@ -12,6 +12,7 @@ from .estimators import options_of
 from .fieldtypes import INHERITED, own_kinds, read, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
+from .objective_fields import ObjectiveFields, option
 from .registry import ADVANTAGE_ESTIMATORS, FOR_ESTIMATORS, FOR_LOSSES, POLICY_LOSSES, TENSORS
 from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
 from .spec import CHOICES, LossSpec
@@ -29,13 +30,8 @@ OUR_CHOICES = {
 }
 
 
-def option(help: str, default: Any = None) -> Any:
-    """A dataclass field with its help text."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class GRPOPlusConfig(GRPOConfig):
+class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
     """
     TRL's GRPOConfig with the choice of the loss. Fields left at None mean what TRL's own fields say.
 
@@ -67,36 +63,6 @@ class GRPOPlusConfig(GRPOConfig):
     clip_ratio_c: float | None = option("Dual clip: for a negative advantage the loss is at most this times |A|. Must be > 1.")
     log_ratio_clamp: float = option("Bound in nats on |log ratio| before it is exponentiated.", 20.0)
     cispo_ratio_min: float | None = option("Lower bound of CISPO's importance ratio. None: no lower bound.")
-    is_ratio_min: float | None = option("Lower bound of the importance weight of tis, mis and rollout_is. None: no lower bound.")
-    is_ratio_max: float | None = option("Upper bound of the importance weight of tis, mis and rollout_is. None: no bound.", 2.0)
-    is_mode: str = option("rollout_is: truncate (weights move to the bound) or mask (weights outside become 0).", "truncate")
-    dppo_ratio_max: float = option("dppo_tv, dppo_kl: bound of the detached importance ratio.", 20.0)
-    ipo_threshold: float = option("ipo: how far a token's probability may move before it leaves the loss, in [0, 1].", 0.3)
-    ipo_kl_coef: float = option("ipo: coefficient of the squared log ratio.", 1e-3)
-    dro_beta: float = option("dro: coefficient of half the squared log ratio. Must be > 0.", 0.1)
-    clip_cov_ratio: float = option("clip_cov: share of the optimizer step's tokens that lose their gradient.", 2e-4)
-    clip_cov_min: float = option("clip_cov: only tokens with a covariance above this are drawn.", 1.0)
-    clip_cov_max: float = option("clip_cov: only tokens with a covariance below this are drawn.", 5.0)
-    kl_cov_ratio: float = option("kl_cov: share of the optimizer step's tokens, those of the highest covariance.", 2e-4)
-    kl_cov_coef: float = option("kl_cov: coefficient of |log ratio| on those tokens.", 0.1)
-    cov_seed: int | None = option("clip_cov, kl_cov: seed of the draw among tokens. None: seed.")
-    fipo_decay_rate: float = option("fipo: tokens after which a later token counts half.", 32.0)
-    fipo_clip_range: float | None = option("fipo: how far a token's weight may be from 1. None: no bound.", 0.2)
-    fipo_clip_high_only: bool = option("fipo: weights are never below 1.", True)
-    fipo_safety_threshold: float | None = option(
-        "fipo: above this ratio a token with a negative advantage gets a weight of at most 1. None: off.", 4.0
-    )
-    real_tau: float = option("real: temperature of the classification.", 0.5)
-    f_norm: float = option("advantage_estimator gpg: constant divisor.", 1.0)
-    alpha_from: str = option(
-        "advantage_estimator gpg: which rows carry a gradient, and so count in alpha: spread (those of groups with two different "
-        "rewards) or nonzero (those with a reward other than 0).",
-        "spread",
-    )
-    gamma: float = option("Discount a token, of the estimators that add up rewards token by token.", 1.0)
-    handle_zero_tail: bool = option(
-        "advantage_estimator optimal_token_baseline: no baseline where the longest completion of a group goes on alone.", False
-    )
     rollout_rs: str | None = option(
         "Rejection of tokens on which sampler and policy differ: they leave the loss and its normalizer. One statistic or several with commas: token_k1, token_k2, token_k3, "
         "seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3. None: no rejection."

@@ -17,7 +17,14 @@ from .registry import ADVANTAGE_ESTIMATORS, TENSORS, Entry, register_advantage_e
 if TYPE_CHECKING:
     from .spec import LossSpec
 
-ESTIMATOR_FIELDS = ("gamma", "f_norm", "alpha_from", "handle_zero_tail")  # fields that are options of estimators and nothing else
+ESTIMATOR_FIELDS = (
+    "gamma",
+    "f_norm",
+    "alpha_from",
+    "opmd_tau",
+    "asymre_shift",
+    "handle_zero_tail",
+)  # fields that are options of estimators and nothing else
 
 SEQUENCE = {"constant_over_sequence"}
 
@@ -66,7 +73,7 @@ register_advantage_estimator(
     "grpo_passk",
     requires={"group_ids"},
     options={"scale_rewards", "eps", "ddof"},
-    traits=SEQUENCE,
+    traits=SEQUENCE | {"uncentred"},
     formula="(s - second best of the group) / (std + eps) for the best of the group, 0 for the others",
     source="arXiv 2503.19595",
 )(base.grpo_passk)
@@ -95,7 +102,7 @@ register_advantage_estimator(
 register_advantage_estimator(
     "opo",
     requires={"group_ids", "lengths"},
-    traits=SEQUENCE,
+    traits=SEQUENCE | {"uncentred"},
     formula="s - (sum of length * s) / (sum of lengths) of the group",
     source="OPO, arXiv 2505.23585",
 )(base.opo)
@@ -107,6 +114,22 @@ register_advantage_estimator(
     formula="alpha (s - mean of the group) / f_norm, alpha = rows / rows of groups with spread",
     source="GPG, arXiv 2504.02546",
 )(base.gpg)
+register_advantage_estimator(
+    "opmd",
+    requires={"group_ids"},
+    options={"opmd_tau"},
+    traits=SEQUENCE | {"uncentred"},
+    formula="s - opmd_tau log(mean of the group of exp(s / opmd_tau))",
+    source="OPMD, Kimi k1.5, arXiv 2501.12599; Trinity-RFT",
+)(base.opmd)
+register_advantage_estimator(
+    "asymre",
+    requires={"group_ids"},
+    options={"asymre_shift"},
+    traits=SEQUENCE | {"uncentred"},
+    formula="s - (mean of the group + asymre_shift)",
+    source="AsymRE, arXiv 2506.20520",
+)(base.asymre)
 for _name, _func, _where in (
     ("optimal_token_baseline", base.optimal_token_baseline, "at the same position"),
     ("tir_optimal_token_baseline", base.tir_optimal_token_baseline, "at the same number among a row's own tokens"),
@@ -116,7 +139,7 @@ for _name, _func, _where in (
         requires={"group_ids", "old_logps", "sum_pi_squared"},
         optional={"rollout_weights"},
         options={"handle_zero_tail", "eps"},
-        traits={"token_level"},
+        traits={"token_level", "uncentred"},
         formula=f"G_t - (sum of W G) / (sum of W) of the group {_where}, W_t = sum over j <= t of 1 - 2 pi_j + sum pi^2",
         source="The Optimal Token Baseline, Li et al., 2026; verl 0.9",
     )(_func)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from .config import GRPOPlusConfig
+from .explain_policy import interval, policy_numbers
 from .explain_warnings import Facts, warnings
 from .functional.aggregation import AGGREGATIONS
 from .ppo_config import PPOPlusConfig
@@ -41,10 +42,6 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _bounds(low: float | None, high: float | None) -> str:
-    return f"[{'none' if low is None else f'{low:g}'}, {'none' if high is None else f'{high:g}'}]"
-
-
 class _Explanation(Facts):
     """The sections, each as lines of text."""
 
@@ -56,7 +53,7 @@ class _Explanation(Facts):
         yield f"r = pi / pi_old with |log r| <= {spec.log_ratio_clamp:g}, A = advantage, sg = stop gradient"
         yield f"Policy: {spec.policy_loss} = {' '.join(self.policy.formula.split()) or 'not given'}"
         yield f"  {(self.policy.func.__doc__ or 'described nowhere').strip().splitlines()[0]}"
-        yield "  " + "; ".join([*self._numbers(), f"source: {self.policy.source or 'not given'}"])
+        yield "  " + "; ".join([*policy_numbers(self), f"source: {self.policy.source or 'not given'}"])
         yield f"Aggregation: {spec.loss_aggregation} = {AGGREGATIONS[spec.loss_aggregation]}"
         of = "of the optimizer step, over its micro-batches and all processes"
         if not config.windows_are_exact:
@@ -68,25 +65,6 @@ class _Explanation(Facts):
             yield f"  {'tokens' if spec.loss_aggregation == 'token_mean' else 'prompts'}: the valid ones {of}"
         if spec.norm_length is not None:
             yield f"  norm_length: max_completion_length, {spec.norm_length:g} tokens"
-
-    def _numbers(self) -> Iterator[str]:
-        """What the policy objective does with the options that it reads."""
-        spec, options = self.spec, self.policy.options
-        if self.by_row:
-            yield "one ratio a row, exp of its mean log ratio"
-        elif "importance_sampling_level" in options:
-            yield "one ratio a token"
-        if spec.policy_loss == "cispo":
-            yield f"ratio clipped to {_bounds(spec.cispo_ratio_min or 0.0, self.ratio_max)}"
-        elif spec.policy_loss == "gmpo":
-            yield f"log ratio clipped to {_bounds(-spec.epsilon, spec.clip_high)}, one-sided by the sign of A"
-        elif "epsilon" in options:
-            yield f"ratio clipped to {_bounds(1 - spec.epsilon, 1 + spec.clip_high)}, clip_objective {spec.clip_objective}"
-        if spec.delta is not None:
-            yield f"unclipped ratio at most {spec.delta:g} (delta)"
-        if spec.clip_ratio_c is not None:
-            yield f"for A < 0 at most {spec.clip_ratio_c:g} |A| (dual clip)"
-        yield from (f"{name} {getattr(spec, name):g}" for name in sorted(options) if name.startswith(("sapo_", "vespo_")))
 
     def _estimate(self) -> str:
         straight = " with the gradient of d^2 / 2" if self.kl.endswith("+") else ""
@@ -126,7 +104,7 @@ class _Explanation(Facts):
             tokens = "all valid tokens" if spec.top_entropy_quantile == 1.0 else "the high-entropy tokens"
             yield f"Entropy bonus: {spec.entropy_coef:g} times the mean entropy of {tokens}, whatever the aggregation"
         if config.use_adaptive_entropy:
-            within = _bounds(config.entropy_coef_min, config.entropy_coef_max)
+            within = interval(config.entropy_coef_min, config.entropy_coef_max)
             yield f"  adaptive: +-{config.entropy_coef_delta:g} a step within {within}, towards {config.entropy_target:g} nats"
         if spec.top_entropy_quantile < 1.0:
             yield f"High-entropy selection: the policy term keeps the top {spec.top_entropy_quantile:g} of the tokens by entropy"
@@ -135,7 +113,7 @@ class _Explanation(Facts):
             yield f"Off-policy mask: the policy term leaves out {rows}"
         if self.weighted:
             where = "are part of w" if "reads_rollout_weights" in self.policy.traits else "multiply the policy term"
-            bounds = _bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
+            bounds = interval(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max)
             mode = config.vllm_importance_sampling_mode
             mean = "divided by their mean over the rollout, " if spec.rollout_is_batch_normalize else ""
             yield f"{self.correction}: weights pi_old / pi_sampler, {mode} within {bounds}, {mean}{where}"

@@ -54,6 +54,9 @@ flat_critic: With a critic the completions of a group whose rewards are all equa
 """
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"^(\w+): (.+(?:\n    .+)*)", WARNINGS, re.MULTILINE)}
 
+# With a clip range, and yet not -r A: at ratio 1 the term is not minus the advantage.
+WEIGHTS_LOGP = {"dppo_tv", "dppo_kl", "rec", "sppo"}
+
 
 class Facts:
     """A configuration, its loss, and what several sections ask of them."""
@@ -91,8 +94,12 @@ def _given(facts: Facts) -> dict[str, bool]:
     spec, config, options, kl = facts.spec, facts.config, facts.policy.options, facts.kl
     on_policy, mode = config.is_on_policy, spec.loss_aggregation
     cispo, plain, corrected = spec.policy_loss == "cispo", config.policy_loss is None, spec.use_bias_correction_kl
-    centred = "group_ids" in facts.estimator.requires or spec.advantage_normalization != "none"
-    term_0 = on_policy and "epsilon" in options and centred
+    centred = (
+        "group_ids" in facts.estimator.requires
+        and "uncentred" not in facts.estimator.traits
+        or spec.advantage_normalization != "none"
+    )
+    term_0 = on_policy and "epsilon" in options and spec.policy_loss not in WEIGHTS_LOGP and centred
     return {
         "on_policy": on_policy and bool({"epsilon", "epsilon_high"} & options) and not (cispo and facts.ratio_max < 1),
         "loss_0": term_0 and facts.ppo is None,

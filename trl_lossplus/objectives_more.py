@@ -194,14 +194,14 @@ def dppo_kl(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
 @register_policy_loss(
     "ipo",
     requires=RATIO,
-    options={"ipo_threshold", "ipo_kl_coef", "log_ratio_clamp"},
+    options={"ipo_threshold", "ipo_by_sign", "ipo_kl_coef", "log_ratio_clamp"},
     traits={"regularized"},
     formula="-r A 1[|p - p_old| <= ipo_threshold] + ipo_kl_coef (log r)^2",
     source="prime-rl's IPO (2026); DPPO, arXiv 2602.04879; Kimi K2.5, arXiv 2602.02276",
 )
 def ipo(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
     """INTELLECT policy optimization: a two-sided trust region on the probability, and a quadratic pull back."""
-    return region.ipo(*_dppo_args(batch, spec), threshold=spec.ipo_threshold, kl_coef=spec.ipo_kl_coef)
+    return region.ipo(*_dppo_args(batch, spec), threshold=spec.ipo_threshold, kl_coef=spec.ipo_kl_coef, by_sign=spec.ipo_by_sign)
 
 
 @register_policy_loss(

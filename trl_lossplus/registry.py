@@ -57,6 +57,7 @@ TRAITS: dict[str, str] = {
     "constant_over_sequence": "estimator: one value a row; called as func(rewards (B,), group_ids, **tensors, **options)",
     "token_level": "estimator: called as func(rewards (B, T), [values,] mask, **tensors, **options)",
     "reads_reward_columns": "estimator: rewards are (B, K), one column a reward function",
+    "uncentred": "estimator: compares the rows of a prompt, but its mean over them is not 0",
     "whitened": "estimator: its source whitens the result over the rollout's tokens (advantage_normalization: rollout)",
 }
 
@@ -198,4 +199,4 @@ register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
 
 
 def _load_builtins() -> None:
-    from . import estimators, objectives, objectives_more  # noqa: F401  (importing them registers ours)
+    from . import estimators, objectives, objectives_more, objectives_stale  # noqa: F401  (importing them registers ours)

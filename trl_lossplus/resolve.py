@@ -20,7 +20,7 @@ OBJECTIVE_FIELDS = (
     "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "is_ratio_min", "is_ratio_max",
     "is_mode", "dppo_ratio_max", "ipo_threshold", "ipo_kl_coef", "dro_beta", "clip_cov_ratio", "clip_cov_min", "clip_cov_max",
     "kl_cov_ratio", "kl_cov_coef", "cov_seed", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold",
-    "real_tau",
+    "real_tau", "ipo_by_sign", "rec_clip", "rec_ring_low", "rec_ring_high", "rec_weight", "rec_temperature", "m2_threshold",
 )  # fmt: skip
 # Of these, the ones that are handed to the spec as they are.
 PLAIN_FIELDS = tuple(OBJECTIVE_FIELDS[OBJECTIVE_FIELDS.index("is_ratio_min") :])

@@ -19,6 +19,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_level": ("token", "sequence"),
     "is_mode": ("truncate", "mask"),
     "alpha_from": ("spread", "nonzero"),
+    "rec_clip": ("none", "one_side", "two_side", "ring"),
+    "rec_weight": ("none", "importance", "advantage"),
     "loss_aggregation": tuple(AGGREGATIONS),
     "kl_placement": ("none", "reward", "loss", "both"),
     "kl_reward_level": ("token", "sequence"),
@@ -46,12 +48,24 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "ipo_kl_coef": (0.0, float("inf"), ">= 0"),
     "kl_cov_coef": (0.0, float("inf"), ">= 0"),
     "fipo_clip_range": (0.0, 1.0, "in [0, 1]"),
+    "rec_ring_low": (0.0, 1.0, "in [0, 1]"),
+    "rec_ring_high": (0.0, float("inf"), ">= 0"),
+    "m2_threshold": (0.0, float("inf"), ">= 0"),
+    "asymre_shift": (-1e38, float("inf"), "finite"),
+    "rec_temperature": (1e-6, float("inf"), ">= 1e-06"),
+    "opmd_tau": (1e-6, float("inf"), ">= 1e-06"),
 }
 POSITIVE = (
     "sapo_temperature_pos", "sapo_temperature_neg", "log_ratio_clamp", "kl_horizon", "kl_target", "norm_length", "delta",
     "huber_delta", "cliprange_value", "is_ratio_max", "dppo_ratio_max", "dro_beta", "clip_cov_ratio", "kl_cov_ratio",
     "fipo_decay_rate", "fipo_safety_threshold", "real_tau", "f_norm",
 )  # fmt: skip
+
+REC_NEEDS = (
+    ("rec_ring_low", "rec_clip", "ring"),
+    ("rec_ring_high", "rec_clip", "ring"),
+    ("rec_temperature", "rec_weight", "advantage"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,13 +77,14 @@ class LossSpec:
     itself), clip_objective, delta, clip_ratio_c (> 1), importance_sampling_level, log_ratio_clamp (nats).
     Of single objectives: is_ratio_min, is_ratio_max, is_mode (tis, mis, rollout_is), dppo_ratio_max, ipo_threshold, ipo_kl_coef,
     dro_beta, clip_cov_ratio, clip_cov_min, clip_cov_max, kl_cov_ratio, kl_cov_coef, cov_seed, fipo_decay_rate, fipo_clip_range (None:
-    no bound), fipo_clip_high_only, fipo_safety_threshold (None: off), real_tau.
+    no bound), fipo_clip_high_only, fipo_safety_threshold (None: off), real_tau, ipo_by_sign, rec_clip, rec_ring_low, rec_ring_high, rec_weight,
+    rec_temperature, m2_threshold.
     Sampler: rollout_rs, rollout_rs_threshold (rejection, see `functional.correction`), rollout_is_batch_normalize.
     Aggregation: loss_aggregation, norm_length (tokens; None: the padded length).
     KL: beta (coefficient in the loss), kl_estimator, kl_placement, use_bias_correction_kl (estimate times ratio),
     kl_reward_coef, kl_reward_level, kl_controller, kl_target (nats a token), kl_horizon (rows).
     Advantages: advantage_estimator, scale_rewards, advantage_normalization, advantage_norm_scope, zero_std_groups; of single
-    estimators f_norm, alpha_from (gpg), handle_zero_tail (optimal_token_baseline).
+    estimators f_norm, alpha_from (gpg), opmd_tau, asymre_shift, handle_zero_tail (optimal_token_baseline).
     Entropy: entropy_coef, top_entropy_quantile. Off-policy rows: off_policy_mask_threshold (nats).
     Critic: vf_coef (0: no value term), value_loss, huber_delta, cliprange_value (None: no clipping), gamma, gae_lambda,
     gae_lambda_critic (None: the same).
@@ -111,8 +126,17 @@ class LossSpec:
     fipo_clip_high_only: bool = True
     fipo_safety_threshold: float | None = 4.0
     real_tau: float = 0.5
+    ipo_by_sign: bool = False
+    rec_clip: str = "one_side"
+    rec_ring_low: float = 0.6
+    rec_ring_high: float = 2.0
+    rec_weight: str = "none"
+    rec_temperature: float = 1.0
+    m2_threshold: float = 0.04
     f_norm: float = 1.0
     alpha_from: str = "spread"
+    opmd_tau: float = 1.0
+    asymre_shift: float = -0.1
     handle_zero_tail: bool = False
     rollout_rs: str | None = None
     rollout_rs_threshold: str | None = None
@@ -211,6 +235,12 @@ class LossSpec:
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and not least < most:
                 raise LossPlusError(f"{low}={least} is out of range: it must be < {high}, {most}.")
+        for name, chooser, needed in REC_NEEDS:
+            default, value = type(self).__dataclass_fields__[name].default, getattr(self, name)
+            if self.policy_loss == "rec" and value != default and getattr(self, chooser) != needed:
+                raise LossPlusError(
+                    f"{name}={value} with {chooser}={getattr(self, chooser)!r}: nothing reads it. Set {chooser}={needed!r}, or remove it."
+                )
         if self.rollout_rs is not None:
             parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
         elif self.rollout_rs_threshold is not None:

@@ -107,6 +107,28 @@ def test_loss(name, level, mask):
         assert by_hand == pytest.approx({key: x.item() for key, x in output.terms.items()}, rel=2e-5, abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"policy_loss": "rec", "rec_clip": clip, "rec_weight": "importance"} for clip in ("none", "two_side")),
+        {"policy_loss": "rec", "rec_clip": "ring", "rec_ring_low": 0.3, "rec_ring_high": 0.4},
+        {"policy_loss": "rec", "rec_weight": "advantage", "rec_temperature": 0.5},
+        {"policy_loss": "ipo", "ipo_by_sign": True, "ipo_threshold": 0.05},
+        {"policy_loss": "m2po", "m2_threshold": 0.1},
+    ],
+    ids=str,
+)
+def test_settings_of_one_objective(fields, mask):
+    """The policy's per-token losses under settings that the test above does not reach."""
+    for seed in (0, 1):
+        spec, batch = LossSpec(**fields), batch_of(mask, seed)
+        theirs, rows, values = compute_loss(batch, spec).per_token["policy"], rows_of(batch), asdict(spec)
+        batched = plain_batch.BATCH_OBJECTIVES.get(spec.policy_loss)
+        raw = batched(rows, values) if batched else [plain.OBJECTIVES[spec.policy_loss](row, values) for row in rows]
+        for own, losses, row, tensor in zip(columns(mask), raw, rows, theirs, strict=True):
+            assert plain_terms.weighted(losses, row, values) == pytest.approx(tensor[own].tolist(), rel=2e-5, abs=2e-5)
+
+
 REWARDS = [1.0, 0.0, 0.5, float("nan"), 0.25, 0.25, 0.25, 2.0]
 
 

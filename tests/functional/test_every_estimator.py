@@ -17,7 +17,7 @@ IDS = torch.tensor([9, 2, 9, 2, 9, 2, 9, 5])  # groups of 4, 3 and 1
 REWARDS = torch.tensor([1.0, 0.25, 0.0, 2.5, -1.0, 0.5, 3.0, 7.0])
 # Rewards + c leaves the advantages as they are (not: a mean of the group in the denominator, no baseline, a critic).
 SHIFTED = {name for name in NAMES if name not in {"maxrl", "gae", "reinforce_plus_plus", "remax"}}
-BATCH_STEP = {"gdpo"}  # normalized over the batch in the end, so a flat group is not at 0
+BATCH_STEP = {"gdpo", "asymre"}  # normalized over the batch in the end, or shifted, so a flat group is not at 0
 # Rewards * c gives the advantages times: 1 (divided by a spread), or c.
 HOMOGENEOUS = {"grpo": 0, "gdpo": 0, "grpo_passk": 0, "maxrl": 0}
 NO_BASELINE = {"gae", "reinforce_plus_plus", "remax"}  # each row stands alone
@@ -99,6 +99,7 @@ def test_shift_and_scale(name):
     factor = 4.0 ** HOMOGENEOUS.get(name, 1)
     scaled = {"values": 4 * tensors_of(name)["values"]} if "values" in tensors_of(name) else {}
     scaled |= {"reward_baselines": 4 * tensors_of(name)["reward_baselines"]} if name == "remax" else {}
+    scaled |= {"opmd": {"opmd_tau": 4.0}, "asymre": {"asymre_shift": -0.4}}.get(name, {})  # settings in units of the reward
     assert difference(advantages(name, 4 * REWARDS, **scaled), factor * right) < 1e-4
 
 
@@ -111,6 +112,14 @@ def test_no_signal(name, value):
     flat = got[IDS == 9]
     assert (flat.abs().max() <= 1e-6) if name.endswith("token_baseline") else (flat == 0).all()
     assert (got[IDS == 5] == 0).all()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "group_ids" in ADVANTAGE_ESTIMATORS.get(n).requires])
+def test_mean_of_a_group(name):
+    """0, or the trait `uncentred` says that it is not."""
+    by_row = advantages(name).sum(-1) / MASK.sum(-1)
+    means = torch.stack([by_row[group == IDS].mean() for group in (9, 2)])
+    assert (means.abs().max() > 1e-3) == ("uncentred" in ADVANTAGE_ESTIMATORS.get(name).traits)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,6 +176,26 @@ def test_gpg_by_hand():
     assert base.gpg(rewards, ids, alpha_from="nonzero", f_norm=2.0).tolist() == pytest.approx([1 / 3, -1 / 3, 0, 0])
     with pytest.raises(LossPlusError, match="alpha_from='all' is not known"):
         base.gpg(rewards, ids, alpha_from="all")
+
+
+def test_opmd_by_hand():
+    """
+    Rewards 0 and log 3 at temperature 1: baseline log((1 + 3) / 2) = log 2. At temperature 1e4 it is the mean, at .01 the largest less
+    .01 log 2.
+    """
+    rewards, ids = torch.tensor([0.0, math.log(3.0), math.nan]), torch.tensor([4, 4, 4])
+    assert base.opmd(rewards, ids).tolist() == pytest.approx([-math.log(2), math.log(1.5), 0.0])
+    half = math.log(3.0) / 2
+    assert base.opmd(rewards, ids, opmd_tau=1e4).tolist() == pytest.approx([-half, half, 0.0], abs=1e-3)
+    sharp = base.opmd(rewards, ids, opmd_tau=0.01).tolist()
+    assert sharp == pytest.approx([-2 * half + 0.01 * math.log(2), 0.01 * math.log(2), 0.0], abs=1e-5)
+
+
+def test_asymre_by_hand():
+    """[1, 0], baseline .5 - .1: .6 and -.4. A flat group [1, 1]: .1 each. A group of one: 0. Not scored: 0."""
+    rewards, ids = torch.tensor([1.0, 0.0, 1.0, 1.0, 5.0, math.nan]), torch.tensor([0, 0, 1, 1, 2, 1])
+    assert base.asymre(rewards, ids).tolist() == pytest.approx([0.6, -0.4, 0.1, 0.1, 0.0, 0.0])
+    assert base.asymre(rewards, ids, asymre_shift=0.0).tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_remax_by_hand():

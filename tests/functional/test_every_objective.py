@@ -35,7 +35,7 @@ OPTIONS = {
     "rollout_ppo": [{"clip_ratio_c": 1.3}, {"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": "0.08"}],
     "dppo_tv": [{"epsilon": 0.05, "epsilon_high": 0.08, "dppo_ratio_max": 1.2}],
     "dppo_kl": [{"epsilon": 0.02, "epsilon_high": 0.03, "dppo_ratio_max": 1.2}],
-    "ipo": [{"ipo_threshold": 0.05, "ipo_kl_coef": 0.5}],
+    "ipo": [{"ipo_threshold": 0.05, "ipo_kl_coef": 0.5}, {"ipo_threshold": 0.05, "ipo_by_sign": True}],
     "dro": [{"dro_beta": 3.0}],
     "clip_cov": [{"clip_cov_ratio": 0.3, "clip_cov_min": -5.0, "clip_cov_max": 5.0}],
     "kl_cov": [{"kl_cov_ratio": 0.3, "kl_cov_coef": 1.0}],
@@ -44,6 +44,14 @@ OPTIONS = {
         {"fipo_clip_range": None, "fipo_safety_threshold": 1.2, "delta": 1.5},
     ],
     "real": [{"real_tau": 2.0}],
+    "rec": [
+        {"rec_clip": "two_side", "rec_weight": "importance", "epsilon": 0.3, "epsilon_high": 0.1},
+        {"rec_clip": "ring", "rec_ring_low": 0.3, "rec_ring_high": 0.4, "importance_sampling_level": "token"},
+        {"rec_clip": "none", "rec_weight": "advantage", "rec_temperature": 0.5},
+        {"rec_clip": "one_side", "rec_weight": "importance", "importance_sampling_level": "sequence"},
+    ],
+    "sppo": [{"epsilon": 0.1, "epsilon_high": 0.5}],
+    "m2po": [{"m2_threshold": 0.01}, {"m2_threshold": 10.0}],
 }
 VARIANTS = [(name, options) for name in EVERY_OBJECTIVE for options in [{}, *OPTIONS.get(name, [])]]
 FIELDS = set(LossBatch.__dataclass_fields__)

@@ -266,10 +266,11 @@ def dppo_kl(row: Row, spec: Spec) -> list[float]:
 
 
 def ipo(row: Row, spec: Spec) -> list[float]:
-    """-r A where |p - p_old| <= threshold, plus kl_coef d^2."""
-    losses = []
+    """-r A where |p - p_old| (or only the move along A) is <= threshold, plus kl_coef d^2."""
+    losses, signed = [], spec["ipo_by_sign"]
     for d, a, logp, old in zip(bounded(row, spec), row["advantages"], row["logps"], row["old_logps"], strict=True):
-        near = abs(math.exp(logp) - math.exp(old)) <= spec["ipo_threshold"]
+        move = math.exp(logp) - math.exp(old)
+        near = ((move if a > 0 else -move) if signed else abs(move)) <= spec["ipo_threshold"]
         losses.append((-math.exp(d) * a if near else 0.0) + spec["ipo_kl_coef"] * d * d)
     return losses
 
@@ -295,8 +296,39 @@ def fipo(row: Row, spec: Spec) -> list[float]:
     return losses
 
 
+# For stale data.
+
+
+def rec_keeps(r: float, a: float, spec: Spec) -> bool:
+    """Whether REC trains on a token."""
+    low, high = epsilons(spec)
+    if spec["rec_clip"] == "none":
+        return True
+    if spec["rec_clip"] == "one_side":
+        return not (r > 1 + high and a > 0) and not (r < 1 - low and a < 0)
+    far = (a > 0 and r <= 1 - spec["rec_ring_low"]) or (a < 0 and r >= 1 + spec["rec_ring_high"])
+    return 1 - low <= r <= 1 + high or (spec["rec_clip"] == "ring" and far)
+
+
+def rec(row: Row, spec: Spec) -> list[float]:
+    """-w A logp on the tokens kept, w = 1, r or exp(A / temperature)."""
+    losses = []
+    for r, a, logp in zip(ratios(row, spec), row["advantages"], row["logps"], strict=True):
+        weights = {"none": 1.0, "importance": r, "advantage": math.exp(min(a / spec["rec_temperature"], 20.0))}
+        losses.append(-weights[spec["rec_weight"]] * a * logp if rec_keeps(r, a, spec) else 0.0)
+    return losses
+
+
+def sppo(row: Row, spec: Spec) -> list[float]:
+    """-A log(clip(r, 1 / (1 + lo), 1 + hi))."""
+    low, high = epsilons(spec)
+    tokens = zip(token_ratios(row, spec), row["advantages"], strict=True)
+    return [-a * math.log(clip(r, 1 / (1 + low), 1 + high)) for r, a in tokens]
+
+
 OBJECTIVES: dict[str, Callable[[Row, Spec], list[float]]] = {
     "ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo, "luspo": gspo, "cispo": cispo, "sapo": sapo, "gmpo": gmpo,
     "vespo": vespo, "reinforce": reinforce, "gpg": reinforce, "tis": tis, "mis": mis, "topr": topr, "rollout_is": rollout_is,
     "rollout_ppo": rollout_ppo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "ipo": ipo, "dro": dro, "fipo": fipo,
+    "rec": rec, "sppo": sppo,
 }  # fmt: skip

@@ -233,8 +233,29 @@ def whitened(rows: list[list[float]], keys: Sequence[Any], keep_mean: bool = Fal
     return out
 
 
+def opmd(rewards: Rewards, groups: Sequence[int], options: Options) -> list[float]:
+    """s - tau log(mean of the group of exp(s / tau))."""
+    tau, out = options.get("opmd_tau", 1.0), []
+    for i, s in enumerate(rewards):
+        others = of_group(rewards, groups, i)
+        top = max(others, default=0.0)
+        base = 0.0 if s is None else top + tau * math.log(mean([math.exp((x - top) / tau) for x in others]))
+        out.append(0.0 if s is None else s - base)
+    return out
+
+
+def asymre(rewards: Rewards, groups: Sequence[int], options: Options) -> list[float]:
+    """s - (mean of the group + shift), for a group of two or more."""
+    out = []
+    for i, s in enumerate(rewards):
+        others = of_group(rewards, groups, i)
+        out.append(0.0 if s is None or len(others) < 2 else s - mean(others) - options.get("asymre_shift", -0.1))
+    return out
+
+
 SEQUENCE_ESTIMATORS: dict[str, Callable[[Any, Sequence[int], Options], list[float]]] = {
     "grpo": grpo, "grpo_passk": grpo_passk, "rloo": rloo, "maxrl": maxrl, "gdpo": gdpo, "opo": opo, "gpg": gpg,
+    "opmd": opmd, "asymre": asymre,
     "reinforce_plus_plus_baseline": centred,
 }  # fmt: skip
 TOKEN_ESTIMATORS: dict[str, Callable[[dict[str, Any], Options], tuple[list[float], list[float]]]] = {

@@ -1,5 +1,5 @@
 """
-Objectives by hand that compare the tokens or the rows of an optimizer step: Clip-Cov, KL-Cov, REAL.
+Objectives by hand that compare the tokens or the rows of an optimizer step: Clip-Cov, KL-Cov, REAL, M2PO.
 
 Rows and spec as in plain.py, and also `group` (the prompt's id) and `id` (the row's own, None where there is none) in each row. Each
 takes all rows of the step and returns a list for each row.
@@ -112,8 +112,24 @@ def real(rows: list[Row], spec: Spec) -> list[list[float]]:
     return losses
 
 
+def m2po(rows: list[Row], spec: Spec) -> list[list[float]]:
+    """-r A; the tokens that moved furthest along A are left out, one size after the other, until the mean d^2 of the rest is small."""
+
+    def along(d: float, a: float) -> bool:
+        return (a > 0 and d > 0) or (a < 0 and d < 0)
+
+    tokens = [list(zip(bounded(row, spec), row["advantages"], strict=True)) for row in rows]
+    left = sorted(d * d for row in tokens for d, a in row if along(d, a))
+    bound = math.inf
+    while left and mean(left) > spec["m2_threshold"]:
+        bound = left[-1]
+        left = [x for x in left if x < bound]
+    return [[0.0 if along(d, a) and d * d >= bound else -math.exp(d) * a for d, a in row] for row in tokens]
+
+
 BATCH_OBJECTIVES: dict[str, Callable[[list[Row], Spec], list[list[float]]]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "real": real,
+    "m2po": m2po,
 }

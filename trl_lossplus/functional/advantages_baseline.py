@@ -94,6 +94,46 @@ def gpg(rewards: Tensor, group_ids: Tensor, *, f_norm: float = 1.0, alpha_from: 
     return select(alpha * (rewards - stats.mean[groups.rows]) / f_norm, valid)
 
 
+def opmd(rewards: Tensor, group_ids: Tensor, *, opmd_tau: float = 1.0) -> Tensor:
+    """
+    s - tau log(mean of exp(s / tau)) of the group: the soft maximum of the group's rewards as baseline.
+
+    Args:
+        rewards, group_ids: (B,). opmd_tau: > 0; towards infinity the baseline is the group's mean, towards 0 its largest reward.
+
+    Returns:
+        (B,); the mean over the group is negative, since a soft maximum is above the mean.
+
+    Source: online policy mirror descent, Kimi k1.5 (2501.12599) section 2.3.2, whose normalizer tau log Z this estimates (it is then
+    replaced by the group's mean there: `grpo` with scale_rewards none); Trinity-RFT's opmd with its baseline "logavgexp".
+    """
+    valid, groups = ~torch.isnan(rewards), group_rows(group_ids)
+    lowest = torch.full((groups.num,), float("-inf"), dtype=rewards.dtype, device=rewards.device)
+    best = lowest.scatter_reduce(0, groups.rows, rewards.masked_fill(~valid, float("-inf")), "amax")
+    offset = select(rewards - best[groups.rows], valid)
+    mean = group_sums(select(torch.exp(offset / opmd_tau), valid), groups) / group_sums(valid.to(rewards), groups).clamp(min=1)
+    return select(offset - opmd_tau * mean.log()[groups.rows], valid)
+
+
+def asymre(rewards: Tensor, group_ids: Tensor, *, asymre_shift: float = -0.1) -> Tensor:
+    """
+    s - (mean of the group + shift): a baseline below the mean leans on what was good, one above it on what was bad.
+
+    Args:
+        rewards, group_ids: (B,). asymre_shift: in units of the reward.
+
+    Returns:
+        (B,). Every scored row of a group of two or more is shifted, so a group whose rewards are all equal gets -shift, not 0: it is
+        imitated with a negative shift, also where all of it is wrong (zero_std_groups=drop leaves it out). A group of one gets 0
+        (Trinity-RFT: its raw reward).
+
+    Source: AsymRE (2506.20520); Trinity-RFT's shift -.1. The same as REINFORCE plus the forward KL to the data times -shift (2509.24203).
+    """
+    valid, groups = ~torch.isnan(rewards), group_rows(group_ids)
+    stats = group_moments(rewards, valid, groups)
+    return select(rewards - stats.mean[groups.rows] - asymre_shift, valid & (stats.n[groups.rows] > 1))
+
+
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     s - mean of the group, to be whitened over all tokens of the rollout (advantage_normalization: rollout).

@@ -97,6 +97,7 @@ def ipo(
     *,
     threshold: float = 0.3,
     kl_coef: float = 1e-3,
+    by_sign: bool = False,
 ) -> PolicyTerm:
     """
     -r A 1[|p - p_old| <= threshold] + kl_coef d^2, d = log r: a two-sided trust region, blind to the sign of A.
@@ -104,14 +105,17 @@ def ipo(
     Args:
         log_ratio: (B, T), connected. logps, old_logps: (B, T). threshold: in [0, 1]. kl_coef: of the squared log ratio, which acts
             on dropped tokens too and pulls them back.
+        by_sign: only moves along the sign of A leave the loss: up for A > 0, down for the others (as `dppo_tv`).
 
     Returns:
         `PolicyTerm` with the share of tokens dropped.
 
     Source: prime-rl's IPO loss (INTELLECT policy optimization, its documentation of 2026; not identity preference optimization);
     the trust region is DPPO's (2602.04879) without the sign, the penalty Kimi K2.5's (2602.02276). The threshold was .1 in its
-    release of August 2026, .3 in its later documentation. prime-rl measures from the sampler, we from the old policy.
+    release of August 2026, .3 in its later documentation. By sign, with a threshold of .2, it is prime-rl's default loss. prime-rl
+    measures from the sampler, we from the old policy.
     """
-    dropped = (logps.detach().exp() - old_logps.exp()).abs() > threshold
+    move = logps.detach().exp() - old_logps.exp()
+    dropped = torch.where(advantages > 0, move, -move) > threshold if by_sign else move.abs() > threshold
     loss = select(-log_ratio.exp() * advantages, ~dropped) + kl_coef * log_ratio**2
     return PolicyTerm(loss, {"ipo_drop": dropped})

@@ -232,10 +232,11 @@ class GRPOPlusTrainer(SeesRewards):
         for name, value in metrics.items():
             self.log_value(name, value)
         self.replace_last("frac_reward_zero_std", metrics["group_reward/frac_flat"])
-        nothing_else = scored.advantages is not None and not (
-            self.spec.kl_in_loss or self.spec.kl_in_reward or self.entropy_bonus_enabled
-        )
-        if metrics["group_reward/frac_flat"] == 1.0 and nothing_else and not self._warned_of_no_signal:
+        flat, kl = metrics["group_reward/frac_flat"] == 1.0, self.spec.kl_in_loss or self.spec.kl_in_reward
+        still = (
+            flat and scored.advantages is not None and not scored.advantages.any()
+        )  # (a shifted baseline moves flat groups too)
+        if still and not (kl or self.entropy_bonus_enabled or self._warned_of_no_signal):
             self._warned_of_no_signal = True
             logger.warning(rollout.NO_SIGNAL)
 
