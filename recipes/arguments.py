@@ -20,6 +20,7 @@ from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError
 from trl_lossplus.toy import TOY_TRAINING
 
 from .data import GYM, DataSource
+from .rewards import names as reward_names
 
 TOY = "toy"
 
@@ -69,14 +70,21 @@ class RecipeArguments:
     dataset_train_split: str = _field("Split to train on.", "train")
     dataset_test_split: str = _field("Split to evaluate on, where eval_strategy is set.", "test")
     dataset_prompt_column: str | None = _field("Column that becomes 'prompt'.")
+    dataset_answer_column: str | None = _field(
+        "Column that becomes 'answer', which right_number, exact_match and math_accuracy read."
+    )
     as_chat: bool = _field("Make a text prompt a user's message, so that the tokenizer's chat template applies.", False)
     system_prompt: str | None = _field("System message before each prompt; implies as_chat.")
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Reward functions: keyword, right_number, exact_match, reasoning_gym, TRL's by name, module:function, "
-            "file.py:function, or a reward model. None: what belongs to the toy or to the reasoning_gym task."
+            "help": f"Reward functions, one or more of {', '.join(reward_names())}, module:function, file.py:function, or a reward "
+            "model. None: what belongs to the toy or to the reasoning_gym task."
         },
+    )
+    reward_kwargs: dict | str | None = _field(
+        "Settings of reward functions by name, for instance {soft_overlong: {soft_punish_cache: 100}}. A mapping in YAML, JSON on the "
+        "command line."
     )
     eval_holdout: int | None = _field(
         "So many different prompts of the dataset are kept out of training; before and after it the mean rewards on them are printed, "
@@ -85,13 +93,15 @@ class RecipeArguments:
     smollm2_dir: str | None = _field("Folder of the converted model for model_name_or_path=smollm2. None: in the user's cache.")
 
     def __post_init__(self) -> None:
-        if isinstance(self.dataset_kwargs, str):
-            try:
-                self.dataset_kwargs = json.loads(self.dataset_kwargs)
-            except json.JSONDecodeError as error:
-                raise LossPlusError(f"dataset_kwargs={self.dataset_kwargs!r} is not JSON ({error}).") from None
-        if not isinstance(self.dataset_kwargs, dict | None):
-            raise LossPlusError(f"dataset_kwargs={self.dataset_kwargs!r} is not a mapping of names to values.")
+        for name in ("dataset_kwargs", "reward_kwargs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    setattr(self, name, json.loads(value))
+                except json.JSONDecodeError as error:
+                    raise LossPlusError(f"{name}={value!r} is not JSON ({error}).") from None
+            if not isinstance(getattr(self, name), dict | None):
+                raise LossPlusError(f"{name}={value!r} is not a mapping of names to values.")
 
     def source(self) -> DataSource:
         """The dataset that these arguments name."""
@@ -101,6 +111,7 @@ class RecipeArguments:
             config=self.dataset_config,
             kwargs=self.dataset_kwargs,  # type: ignore[arg-type]
             prompt_column=self.dataset_prompt_column,
+            answer_column=self.dataset_answer_column,
             as_chat=self.as_chat,
             system_prompt=self.system_prompt,
         )

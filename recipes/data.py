@@ -32,6 +32,7 @@ class DataSource:
         config: the hub dataset's configuration.
         kwargs: settings of a reasoning_gym task (`size`, `seed` and the task's own), or more arguments for `load_dataset`.
         prompt_column: the column that becomes `prompt`; None: it is called so already.
+        answer_column: the column that becomes `answer`; None: none does.
         as_chat: whether a text prompt becomes a user's message, so that the tokenizer's chat template applies.
         system_prompt: put before the user's message; implies `as_chat`.
     """
@@ -40,6 +41,7 @@ class DataSource:
     config: str | None = None
     kwargs: dict[str, Any] | None = None
     prompt_column: str | None = None
+    answer_column: str | None = None
     as_chat: bool = False
     system_prompt: str | None = None
 
@@ -80,12 +82,13 @@ class DataSource:
             raise LossPlusError(f"dataset_name={self.name!r} cannot be loaded: {reason}") from None
 
     def _with_prompts(self, dataset: Dataset) -> Dataset:
-        column = self.prompt_column
-        if column is not None and column != "prompt":
+        for becomes, column in (("prompt", self.prompt_column), ("answer", self.answer_column)):
+            if column is None or column == becomes:
+                continue
             if column not in dataset.column_names:
-                raise unknown_name("dataset_prompt_column", column, dataset.column_names)
-            dataset = dataset.remove_columns([name for name in dataset.column_names if name == "prompt"])
-            dataset = dataset.rename_column(column, "prompt")
+                raise unknown_name(f"dataset_{becomes}_column", column, dataset.column_names)
+            dataset = dataset.remove_columns([name for name in dataset.column_names if name == becomes])
+            dataset = dataset.rename_column(column, becomes)
         if not (self.as_chat or self.system_prompt) or "prompt" not in dataset.column_names:
             return dataset  # the trainer refuses a dataset without prompts
         if len(dataset) and not isinstance(dataset[0]["prompt"], str):

@@ -10,11 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
-import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,84 +22,81 @@ from trl_lossplus.functional.errors import unknown_name
 from trl_lossplus.toy import keyword_reward
 from trl_lossplus.trainers.checks import check_model_path
 
+from .answers import exact_match, math_accuracy, reasoning_gym_score, right_number
+from .shapes import Format, LengthTarget
+
 Reward = Callable[..., list[float | None]]
+Settings = Mapping[str, Any]
 
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-def completion_text(completion: Any) -> str:
-    """A completion's text: itself, or the joined contents of a conversation's messages."""
-    return completion if isinstance(completion, str) else " ".join(str(message["content"]) for message in completion)
-
-
-def last_number(text: str) -> float | None:
-    """The last number in a text, thousands separators ignored; None where there is none."""
-    numbers = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text))
-    return float(numbers[-1]) if numbers else None
-
-
-def right_number(completions: list, answer: list, **kwargs: Any) -> list[float | None]:
-    """1 where the completion's last number equals the one in the `answer` column, else 0; None where that has no number."""
-    wanted = [last_number(str(value)) for value in answer]
-    found = [last_number(completion_text(completion)) for completion in completions]
-    return [None if right is None else float(right == number) for right, number in zip(wanted, found, strict=True)]
-
-
-def exact_match(completions: list, answer: list, **kwargs: Any) -> list[float | None]:
-    """1 where the completion is the `answer` column's text, white space around it aside, else 0."""
-    return [float(completion_text(done).strip() == str(right).strip()) for done, right in zip(completions, answer, strict=True)]
-
-
-@lru_cache(maxsize=8)
-def _task(description: str) -> Any:
-    """The reasoning_gym dataset that a row's `task` column describes; its entries are made again, the same."""
-    import reasoning_gym
-
-    task = json.loads(description)
-    return reasoning_gym.create_dataset(task["name"], **task["kwargs"])
-
-
-def reasoning_gym_score(completions: list, task: list[str], entry: list[int], **kwargs: Any) -> list[float | None]:
-    """
-    The task's own scorer (0 to 1), for datasets named `reasoning_gym:TASK`.
-
-    It is given what stands in the last `<answer>...</answer>`, or the whole completion where there is no such tag.
-    """
-    scores: list[float | None] = []
-    for completion, description, index in zip(completions, task, entry, strict=True):
-        text = completion_text(completion)
-        tagged = _ANSWER.findall(text)
-        dataset = _task(description)
-        scores.append(float(dataset.score_answer((tagged[-1] if tagged else text).strip(), dataset[index])))
-    return scores
-
-
-OURS: dict[str, Reward] = {
+READY: dict[str, Reward] = {
     "keyword": keyword_reward,  # type: ignore[dict-item]
     "right_number": right_number,
     "exact_match": exact_match,
+    "math_accuracy": math_accuracy,
     "reasoning_gym": reasoning_gym_score,
 }
+MADE: dict[str, Callable[..., Reward]] = {"format": Format, "length_target": LengthTarget}
 TRLS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-MADE_BY_TRL = ("get_soft_overlong_punishment", "get_repetition_penalty_reward", "get_cosine_scaled_reward")
+# TRL's makers of rewards, and short names for them.
+MADE_BY_TRL = {
+    "get_soft_overlong_punishment": "soft_overlong",
+    "get_repetition_penalty_reward": "repetition",
+    "get_cosine_scaled_reward": "cosine_length",
+}
+SHORT = {short: name for name, short in MADE_BY_TRL.items()}
 
 
-def _trl_reward(name: str, max_completion_length: int | None) -> Reward:
-    """One of TRL's rewards; those that take settings get the paper's, relative to the completion length."""
+def names() -> list[str]:
+    """Every reward that has a name."""
+    return [*READY, *MADE, *SHORT, *TRLS, *MADE_BY_TRL]
+
+
+def _made_by_trl(name: str, max_completion_length: int | None, settings: Settings) -> Reward:
+    """One of TRL's rewards that take settings; where they are not given, the paper's, relative to the completion length."""
     import trl.rewards
 
-    made = getattr(trl.rewards, name)
-    if name in TRLS:
-        return made
-    if name == "get_repetition_penalty_reward":
-        return made()
-    if max_completion_length is None:
-        raise LossPlusError(f"reward function {name!r} needs max_completion_length, which is None.")
-    if name == "get_cosine_scaled_reward":
-        return made(max_len=max_completion_length)
-    # DAPO: the last fifth of the room (4096 of 20480 tokens) is where the punishment grows.
-    return made(max_completion_len=max_completion_length, soft_punish_cache=max(1, max_completion_length // 5))
+    maker = getattr(trl.rewards, name)
+    needs = {"get_cosine_scaled_reward": "max_len", "get_soft_overlong_punishment": "max_completion_len"}.get(name)
+    chosen = dict(settings)
+    if needs is not None and needs not in chosen:
+        if max_completion_length is None:
+            raise LossPlusError(
+                f"reward function {name!r} needs max_completion_length, which is None, or {needs} in reward_kwargs."
+            )
+        chosen[needs] = max_completion_length
+    if name == "get_soft_overlong_punishment" and "soft_punish_cache" not in chosen:
+        # DAPO: the last fifth of the room (4096 of 20480 tokens) is where the punishment grows.
+        chosen["soft_punish_cache"] = max(1, chosen["max_completion_len"] // 5)
+    return _make(name, maker, chosen)
+
+
+def _make(name: str, maker: Callable[..., Reward], settings: Settings) -> Reward:
+    """Calls a maker with settings that it knows."""
+    allowed = list(inspect.signature(maker).parameters)
+    for setting in settings:
+        if setting not in allowed:
+            raise unknown_name(f"setting of reward {name}", setting, allowed)
+    try:
+        return maker(**settings)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, LossPlusError):
+            raise
+        raise LossPlusError(f"reward_kwargs of {name}: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A user's reward function with settings, which go before a dataset's columns of the same name."""
+
+    function: Reward
+    settings: Settings
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, **columns: Any) -> list[float | None]:
+        return self.function(**{**columns, **self.settings})
 
 
 def _module(where: str, name: str) -> ModuleType:
@@ -129,40 +124,58 @@ def _module(where: str, name: str) -> ModuleType:
         raise LossPlusError(f"reward function {name!r}: there is no module {where!r} (looked in {Path.cwd()} as well).") from None
 
 
-def _own_reward(name: str) -> Reward:
-    """The user's `module:function` or `file.py:function`."""
+def _own_reward(name: str, settings: Settings) -> Reward:
+    """The user's `module:function` or `file.py:function`; with settings, these are handed to it as well."""
     where, _, attribute = name.rpartition(":")
     module = _module(where, name)
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise unknown_name(f"reward function in {where}", attribute, functions)
-    return function
+    return Bound(function, settings) if settings else function
 
 
-def reward_functions(names: Sequence[str], max_completion_length: int | None = None) -> list[Reward | str]:
+def _one(name: str, max_completion_length: int | None, settings: Settings) -> Reward | str:
+    if name in MADE:
+        return _make(name, MADE[name], settings)
+    if name in MADE_BY_TRL or name in SHORT:
+        return _made_by_trl(SHORT.get(name, name), max_completion_length, settings)
+    if name not in READY and name not in TRLS and ":" in name:
+        return _own_reward(name, settings)
+    if settings:
+        raise LossPlusError(f"reward_kwargs: {name} takes no settings, and got {', '.join(settings)}.")
+    if name in READY:
+        return READY[name]
+    if name in TRLS:
+        import trl.rewards
+
+        return getattr(trl.rewards, name)
+    if "/" in name or Path(name).is_dir():
+        check_model_path(name, None)
+        return name
+    raise unknown_name("reward function", name, [*names(), "module:function", "owner/reward_model"])
+
+
+def reward_functions(
+    chosen: Sequence[str], max_completion_length: int | None = None, settings: Mapping[str, Settings] | None = None
+) -> list[Reward | str]:
     """
     Reward functions by name.
 
     Args:
-        names: each one of ours or of TRL's by name, `module:function`, `file.py:function`, or a reward model: a local folder,
-            or a hub name with its owner (`owner/name`), which stays a string for the trainer.
+        chosen: each one of `names()`, `module:function`, `file.py:function`, or a reward model: a local folder, or a hub name with
+            its owner (`owner/name`), which stays a string for the trainer.
         max_completion_length: in tokens, for the rewards that look at length.
+        settings: by name; of `format`, `length_target`, TRL's makers, or a function of the user's.
 
     Raises:
-        LossPlusError: an unknown name (lists the allowed ones and the nearest), a module, function or model that is not there.
+        LossPlusError: an unknown name (lists the allowed ones and the nearest), a module, function or model that is not there;
+            settings of a reward that is not chosen, that it does not have, or that are out of range.
     """
-    found: list[Reward | str] = []
-    for name in names:
-        if name in OURS:
-            found.append(OURS[name])
-        elif name in TRLS or name in MADE_BY_TRL:
-            found.append(_trl_reward(name, max_completion_length))
-        elif ":" in name:
-            found.append(_own_reward(name))
-        elif "/" in name or Path(name).is_dir():
-            check_model_path(name, None)
-            found.append(name)
-        else:
-            raise unknown_name("reward function", name, [*OURS, *TRLS, *MADE_BY_TRL, "module:function", "owner/reward_model"])
-    return found
+    settings = settings or {}
+    for name, values in settings.items():
+        if name not in chosen:
+            raise unknown_name("reward_kwargs for a reward that is not in reward_funcs, ", name, chosen)
+        if not isinstance(values, Mapping):
+            raise LossPlusError(f"reward_kwargs: {name}={values!r} is not a mapping of settings to values.")
+    return [_one(name, max_completion_length, settings.get(name, {})) for name in chosen]

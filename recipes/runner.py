@@ -94,7 +94,7 @@ def build_trainer(recipe: Recipe, arguments: RecipeArguments, training: GRPOPlus
         inside = sorted(path.name for path in Path(resume).glob("checkpoint-*"))
         hint = f"; inside are {', '.join(inside[-3:])}" if inside else ""
         raise LossPlusError(f"resume_from_checkpoint={resume!r} is no checkpoint: it has no trainer_state.json{hint}.")
-    rewards = reward_functions(arguments.reward_names(), training.max_completion_length)
+    rewards = reward_functions(arguments.reward_names(), training.max_completion_length, arguments.reward_kwargs)  # type: ignore[arg-type]
     output = check_output(training.output_dir)
     source = arguments.source()
     with training.main_process_first(desc="model and dataset"):
