@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import EVERY_OBJECTIVE
 
-from trl_lossplus import LossPlusError
+from trl_lossplus import GRPOPlusConfig, LossPlusError, PPOPlusConfig
 from trl_lossplus.catalog import KINDS, listing, markdown, rows
+from trl_lossplus.elsewhere import ELSEWHERE, written
 from trl_lossplus.functional.aggregation import AGGREGATIONS
 from trl_lossplus.functional.correction import CORRECTION_MODES, REJECTIONS
 from trl_lossplus.functional.kl import KL_ALIASES, KL_ESTIMATORS
@@ -22,6 +24,7 @@ NAMES = {
     "kl": [*KL_ESTIMATORS, *KL_ALIASES, "k3+"],
     "aggregation": list(AGGREGATIONS),
     "correction": [*CORRECTION_MODES, *REJECTIONS],
+    "elsewhere": ["verl: vanilla", "prime-rl: ipo", "not here"],
 }
 
 
@@ -43,7 +46,27 @@ def test_listing(kind):
     assert all(line.strip() for line in text.splitlines())
     for row in rows(kind):
         assert row.formula or row.name.startswith("test_")
-        assert row.source or kind == "aggregation" or row.name.startswith("test_")  # (another test's)
+        assert row.source or kind in ("aggregation", "elsewhere") or row.name.startswith("test_")  # (another test's)
+
+
+@pytest.mark.parametrize("there", ELSEWHERE, ids=lambda there: f"{there.framework}: {there.name}")
+def test_settings_of_elsewhere(there):
+    """They build a configuration that keeps them, and survive YAML; where there are none, the reason stands beside."""
+    if there.settings is None:
+        assert len(there.note) > 20
+        return
+    critic = there.settings.get("advantage_estimator") == "gae"
+    config = (PPOPlusConfig if critic else GRPOPlusConfig)(use_cpu=True, bf16=False, **there.settings)
+    assert {name: getattr(config, name) for name in there.settings} == there.settings
+    assert yaml.safe_load(f"{{{written(there.settings)}}}") == there.settings
+
+
+def test_every_name_of_ours_that_is_said_to_be_the_same():
+    """Rows with the note "the same names" list names of ours (verl's rloo and grpo by the way, too)."""
+    ours = {*POLICY_LOSSES.names(), *ADVANTAGE_ESTIMATORS.names()}
+    for there in ELSEWHERE:
+        if there.note == "the same names":
+            assert set(there.name.split(", ")) - {"reinforceplusplus"} <= ours, there
 
 
 def test_unknown_kinds():

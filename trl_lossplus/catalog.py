@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import NamedTuple
 
+from .elsewhere import ELSEWHERE, Elsewhere, written
 from .functional.aggregation import AGGREGATIONS
 from .functional.correction import CORRECTION_MODES, REJECTIONS
 from .functional.errors import unknown_name
@@ -85,12 +86,19 @@ def _correction_rows() -> list[Row]:
     return rows
 
 
+def _here(there: Elsewhere) -> str:
+    """Our settings for something of another framework, or that there are none; and the note."""
+    ours = "not here" if there.settings is None else written(there.settings)
+    return f"{ours} ({there.note})" if there.note else ours
+
+
 KINDS: dict[str, Callable[[], list[Row]]] = {
     "policy": lambda: [_entry_row(POLICY_LOSSES.get(name)) for name in POLICY_LOSSES.names()],
     "advantages": lambda: [_entry_row(ADVANTAGE_ESTIMATORS.get(name)) for name in ADVANTAGE_ESTIMATORS.names()],
     "kl": _kl_rows,
     "aggregation": lambda: [Row(name, formula) for name, formula in AGGREGATIONS.items()],
     "correction": _correction_rows,
+    "elsewhere": lambda: [Row(f"{there.framework}: {there.name}", _here(there)) for there in ELSEWHERE],
 }
 
 
@@ -99,7 +107,7 @@ def rows(kind: str) -> list[Row]:
     Everything of one kind.
 
     Raises:
-        LossPlusError: the kind is not policy, advantages, kl, aggregation or correction.
+        LossPlusError: the kind is not policy, advantages, kl, aggregation, correction or elsewhere.
     """
     if kind not in KINDS:
         raise unknown_name("list", kind, KINDS)
@@ -111,7 +119,7 @@ def listing(kind: str) -> str:
     One paragraph each: the name and its formula, what it needs, the settings that it reads, and its source.
 
     Args:
-        kind: policy, advantages, kl, aggregation or correction.
+        kind: policy, advantages, kl, aggregation, correction or elsewhere.
 
     Raises:
         LossPlusError: another kind.
@@ -129,6 +137,22 @@ def listing(kind: str) -> str:
 def default_of(option: str) -> str:
     """The default of a spec's field, as it is written; empty for what is no field (an estimator's own keyword)."""
     return next((f"`{item.default}`" for item in fields(LossSpec) if item.name == option), "")
+
+
+def _table_of_elsewhere() -> list[str]:
+    """What other frameworks call it: one table a framework."""
+    lines = [
+        "## Where is it?",
+        "",
+        "What other frameworks call a loss or an estimator, and the settings that give it here (`trl-lossplus list elsewhere`).",
+    ]
+    frameworks = list(dict.fromkeys(there.framework for there in ELSEWHERE))
+    for framework in frameworks:
+        lines += ["", f"### {framework}", "", "| there | here | |", "|---|---|---|"]
+        for there in (there for there in ELSEWHERE if there.framework == framework):
+            ours = "not here" if there.settings is None else f"`{written(there.settings)}`"
+            lines.append(f"| {there.name} | {ours} | {there.note} |")
+    return lines
 
 
 def _section(entry: Entry, image: str | None) -> list[str]:
@@ -159,10 +183,11 @@ def markdown(kind: str) -> str:
     registry = POLICY_LOSSES if kind == "policy" else ADVANTAGE_ESTIMATORS
     head = {
         "policy": "# Policy objectives\n\n`policy_loss` by name. r = pi / pi_old of a token, A its advantage, sg = no gradient. Each "
-        "picture shows the loss of a token and its gradient by the log-prob against the ratio, for A = +1 and A = -1 (p_old = .25).",
+        "picture shows the loss of a token and its gradient by the log-prob against the ratio, for A = +1 and A = -1 (p_old = .25). What verl, OpenRLHF, NeMo-RL, SkyRL, ms-swift, prime-rl, AReaL, slime, ROLL and Trinity-RFT "
+        "call it: [Where is it?](#where-is-it)",
         "advantages": "# Advantage estimators\n\n`advantage_estimator` by name. s = a completion's reward, r_t a token's. A row that "
         "is not scored, or has nothing to be compared with, gets 0. What becomes of groups whose rewards are all equal: "
-        "[zero_spread.md](zero_spread.md).",
+        "[zero_spread.md](zero_spread.md). What other frameworks call it: [losses.md](losses.md#where-is-it).",
     }[kind]
     lines = [head, "", "Made by `python docs/make_catalog.py` from the registry; not to be edited by hand.", ""]
     entries = [entry for entry in map(registry.get, registry.names()) if entry.func.__module__.startswith(PACKAGE)]
@@ -170,4 +195,5 @@ def markdown(kind: str) -> str:
     lines += [f"| [{e.name}](#{e.name}) | {_entry_row(e).formula.replace('|', chr(92) + '|')} |" for e in entries] + [""]
     for entry in entries:
         lines += _section(entry, f"{entry.name}.svg" if kind == "policy" else None)
+    lines += _table_of_elsewhere() if kind == "policy" else []
     return "\n".join(lines).rstrip() + "\n"

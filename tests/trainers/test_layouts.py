@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toyrun import apart, fixed_rollout, letter_reward, logged, trainer, weights
+from toyrun import apart, fixed_rollout, letter_reward, logged, rollout_with_tools, trainer, weights
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -62,6 +62,28 @@ def test_a_layout_trains_to_the_same_weights(toy, tmp_path, padded, name, layout
     assert apart(weights(trained), weights(reference)) < 1e-5
     for metric in ("loss", "entropy", "grad_norm"):
         assert logged(trained, metric) == pytest.approx(logged(reference, metric), rel=1e-3, abs=1e-5)
+
+
+ESTIMATORS = {
+    "remax": {"advantage_estimator": "remax", "gamma": 0.9, "num_iterations": 2},
+    "optimal_token_baseline": {"advantage_estimator": "optimal_token_baseline", "num_iterations": 2},
+    "tir_optimal_token_baseline": {"advantage_estimator": "tir_optimal_token_baseline", "handle_zero_tail": True},
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_that_read_more_than_rewards(toy, tmp_path, name):
+    """A greedy completion a prompt, or sums of squared probabilities, with a tool's tokens inside: the same weights in every layout."""
+    settings = {"reward": letter_reward, "rollout": rollout_with_tools, "max_steps": 2, **ESTIMATORS[name]}
+    runs = {}
+    for layout in ("padded", "packed", "shared_prefix"):
+        runs[layout] = trainer(toy, tmp_path / layout, microbatch_layout=layout, **settings)
+        runs[layout].train()
+    assert apart(weights(runs["padded"]), weights(trainer(toy, tmp_path / "start"))) > 1e-3
+    for layout in ("packed", "shared_prefix"):
+        assert apart(weights(runs[layout]), weights(runs["padded"])) < 1e-5
+        for metric in ("loss", "grad_norm"):
+            assert logged(runs[layout], metric) == pytest.approx(logged(runs["padded"], metric), rel=1e-3, abs=1e-5)
 
 
 def half_flat(prompts, completions, **kwargs):
