@@ -99,9 +99,9 @@ def plus_trainer(fields, mode="train", accelerator=None):
     trainer.__dict__.update(attributes(args, mode))
     trainer.spec = args.loss_spec()
     trainer.kl_controller = FixedKLController(trainer.spec.beta)
-    trainer._kl_factor = 1.0
+    trainer.kl_factor = 1.0
     trainer._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
-    trainer._guard = StepGuard("raise", 1)
+    trainer.guard = StepGuard("raise", 1)
     trainer._exchange = Exchange(trainer.accelerator.gather, 1, torch.device("cpu"))
     trainer.state = SimpleNamespace(global_step=0)
     trainer._step = 0

@@ -136,7 +136,7 @@ def test_a_run_that_is_stopped_says_so_in_its_log(toy, tmp_path):
 def test_a_gradient_that_is_not_finite_is_named_by_the_doctor(toy, tmp_path):
     run = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout)
     with pytest.raises(NonFiniteError):
-        run._guard.refuse_gradient(INF, False, 0, True)
+        run.guard.refuse_gradient(INF, False, 0, True)
     (finding,) = diagnose(read_run(tmp_path))
     assert finding.rule.id == "nan_logged"
     assert "the norm of the gradient is inf" in finding.seen.text

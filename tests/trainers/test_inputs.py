@@ -116,8 +116,8 @@ def test_h1_dropout_is_told(toy, tmp_path, caplog):
             if "lora_B" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.1)
         ratios = []
-        see = run._guard.see
-        run._guard.see = lambda output, inputs: (ratios.append(output.per_token["ratio"]), see(output, inputs))
+        see = run.guard.see
+        run.guard.see = lambda output, inputs: (ratios.append(output.per_token["ratio"]), see(output, inputs))
         run.train()
         told = [record.message for record in caplog.records if "Dropout acts in" in record.message]
         return told, (ratios[0] - 1).abs().max().item()

@@ -17,23 +17,23 @@ from ..config import GRPOPlusConfig
 from ..diagnostics.probes import StepStatistics, mask_statistics
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
-from ..kl_control import KLController
 from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from . import estimator_inputs, generation, layouts, minibatch, rollout
-from .beside import Beside, SeesRewards
+from .beside import Beside
 from .callbacks import add_own, log_stop
 from .checks import check_datasets, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
 from .correct import checked_sampler, correct
 from .exchange import Exchange
 from .failures import told_once
-from .kl_state import controller_for, load_controller, save_controller, starting_coef
+from .kl_state import controller_for, starting_coef
 from .loss_table import loss_table
 from .minibatch import KEEP, MicroBatch
 from .output import check_output, check_space
 from .reference import ReferenceAdapter, check_trainable, lora_sync
 from .resample import Resampler
+from .resume import Resumes
 from .step_guard import StepGuard, gradient_fault
 from .step_pass import mark_steps, step_ids, take_step
 from .step_snapshot import write_snapshot
@@ -49,7 +49,7 @@ POSITIONAL = (
 )  # fmt: skip
 
 
-class GRPOPlusTrainer(SeesRewards):
+class GRPOPlusTrainer(Resumes):
     """
     GRPO with the loss that `args` (a `GRPOPlusConfig`) describes.
 
@@ -107,13 +107,12 @@ class GRPOPlusTrainer(SeesRewards):
             self.add_callback(self.reference_adapter)
         resamples, environments = self.spec.zero_std_groups == "resample", kwargs.get("environment_factory") is not None
         self.resampler = Resampler(self, train_dataset, environments) if resamples else None
-        self.kl_controller: KLController = controller_for(self.spec)
-        self._kl_factor = 1.0  # the coefficient in use over the configured one, fixed at each rollout
+        self.kl_controller = controller_for(self.spec)
         self._exchange = Exchange(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.device)
         self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
         self._values: dict[str, float] = {}  # of the optimizer step, over all processes
         folder = check_space(args, self.model)
-        self._guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
+        self.guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
         add_own(self)
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
@@ -121,26 +120,6 @@ class GRPOPlusTrainer(SeesRewards):
         self._warned_of_no_signal = False
         self.used_spec = self.spec
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
-
-    # The KL coefficient.
-
-    def save_plus_state(self, checkpoint: str) -> None:
-        """
-        Writes the controller's state beside the checkpoint's other files.
-
-        In the middle of a rollout's use it is the coefficient of that rollout, which is made and measured again after a resume.
-        """
-        in_use = starting_coef(self.spec) * self._kl_factor if self.mid_rollout else self.kl_controller.coef
-        save_controller(checkpoint, self.kl_controller, in_use)
-        if self.resampler is not None:
-            self.resampler.save(checkpoint)
-
-    def load_plus_state(self, checkpoint: str) -> None:
-        """Restores an adaptive controller; without its file the configured coefficient stays, with a warning."""
-        for part in (self.reference_adapter, self.resampler):
-            if part is not None:
-                part.load(checkpoint)
-        load_controller(checkpoint, self.kl_controller)
 
     # The rollout.
 
@@ -167,7 +146,7 @@ class GRPOPlusTrainer(SeesRewards):
         for name, value in correct(out, mask, self.args, spec, logps, self.accelerator.reduce).items():
             self.log_value(name, value)
         kl = self._rollout_kl(out, mask, logps)
-        coef = spec.kl_reward_coef * self._kl_factor
+        coef = spec.kl_reward_coef * self.kl_factor
         by_row = kl is not None and spec.kl_in_reward and spec.kl_reward_level == "sequence"
         penalty = self.reward_penalty(out, rollout.kl_penalty_rows(cast(Tensor, kl), mask, coef) if by_row else None)
         token_kl = kl if spec.kl_in_reward and not by_row else None
@@ -211,7 +190,7 @@ class GRPOPlusTrainer(SeesRewards):
     def _rollout_kl(self, out: MicroBatch, mask: Tensor, logps: Callable[[], Tensor]) -> Tensor | None:
         """Per-token KL of the local rows, None where nothing reads it; fixes the coefficient for this rollout."""
         if self.mode == "train":
-            self._kl_factor = self.kl_controller.coef / starting_coef(self.spec)
+            self.kl_factor = self.kl_controller.coef / starting_coef(self.spec)
         if not (self.spec.kl_in_reward or self.spec.kl_controller == "adaptive"):
             return None
         return rollout.rollout_kl(self.spec, logps(), out["ref_per_token_logps"], mask)
@@ -274,7 +253,7 @@ class GRPOPlusTrainer(SeesRewards):
         """This micro-batch's share of the optimizer step's loss; its statistics join the step's."""
         train = self.mode == "train"
         entropy_coef = self.entropy_coefficient() if self.entropy_bonus_enabled else 0.0
-        spec = replace(self.spec, beta=self.spec.beta * self._kl_factor, entropy_coef=entropy_coef)
+        spec = replace(self.spec, beta=self.spec.beta * self.kl_factor, entropy_coef=entropy_coef)
         self.used_spec = spec
         micro_batches = self.current_gradient_accumulation_steps if train else 1
         window = inputs["window"]
@@ -295,7 +274,7 @@ class GRPOPlusTrainer(SeesRewards):
             own = inputs["loss_mask"] | ~inputs[KEEP] if KEEP in inputs else inputs["loss_mask"]
             statistics.add(mask_statistics(own, inputs["completion_mask"], inputs["ended"]))
         if train:
-            self._guard.see(output, inputs)
+            self.guard.see(output, inputs)
         if not train or self.accelerator.sync_gradients:
             self._share_step(train)
         if not train:
@@ -305,12 +284,12 @@ class GRPOPlusTrainer(SeesRewards):
     def _share_step(self, train: bool) -> None:
         """The step's statistics over all processes, and whether all is finite: one collective, before the last backward pass."""
         statistics = self._statistics[self.mode]
-        everyone = self._exchange((train and self._guard.found, statistics.take(self.accelerator.num_processes)))
+        everyone = self._exchange((train and self.guard.found, statistics.take(self.accelerator.num_processes)))
         self._values = statistics.pooled([local for _, local in everyone])
         if train:
             found, step = any(bad for bad, _ in everyone), self.state.global_step
             snapshot = partial(write_snapshot, self, "nonfinite")
-            self._guard.decide(found, self.accelerator, step, self._exchange, self.decode, snapshot)
+            self.guard.decide(found, self.accelerator, step, self._exchange, self.decode, snapshot)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As transformers, just before the optimizer step; a norm that is not finite stops or drops it (a finite loss can have one)."""
@@ -318,23 +297,23 @@ class GRPOPlusTrainer(SeesRewards):
         wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
         fault = gradient_fault(None if norm is None else float(norm), wrapped and wrapped.engine, self.args.fp16)
         if fault is not None:
-            self._guard.refuse_gradient(*fault, self.state.global_step, self.accelerator.is_main_process)
+            self.guard.refuse_gradient(*fault, self.state.global_step, self.accelerator.is_main_process)
             self.model.zero_grad(set_to_none=True)
         return norm
 
     @property
     def step_under_way(self) -> list[tuple[LossOutput, MicroBatch]]:
         """What the loss gave and read in this optimizer step so far, by micro-batch."""
-        return self._guard.step
+        return self.guard.step
 
     @property
     def last_step(self) -> list[tuple[LossOutput, MicroBatch]]:
         """The same of the optimizer step that was taken last."""
-        return self._guard.last
+        return self.guard.last
 
     def loss_table(self, rows: int = 5) -> list[dict[str, Any]]:
         """The rows of the last optimizer step with the largest and the smallest policy loss, prompt and completion beside them."""
-        return loss_table(self._guard.last, self.decode, rows)
+        return loss_table(self.guard.last, self.decode, rows)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As TRL; after an optimizer step's last backward pass its statistics are logged."""
@@ -373,11 +352,11 @@ class GRPOPlusTrainer(SeesRewards):
             write_snapshot(self, "step")
         values, self._values = {**self._values, **self._statistics[self.mode].close(self.accelerator.num_processes)}, {}
         train = self.mode == "train"
-        values |= self._guard.counts if train else {}
-        if train and self._guard.close():
+        values |= self.guard.counts if train else {}
+        if train and self.guard.close():
             self.model.zero_grad(set_to_none=True)  # an optimizer leaves parameters without a gradient as they are
         if train and self.args.nonfinite_policy == "skip":
-            values["skipped_steps"] = float(self._guard.skipped)
+            values["skipped_steps"] = float(self.guard.skipped)
         if self.entropy_bonus_enabled and "loss/policy" in values:  # not while a critic alone is trained
             values["policy_loss"] = values["loss/policy"] + values.get("loss/kl", 0.0)  # TRL's name for the two together
             if train:

@@ -251,8 +251,16 @@ class Resampler:
 
     # The stream's position in checkpoints.
 
+    def state_dict(self) -> dict[str, int]:
+        """{"position", "before", "fruitless"}."""
+        return {"position": self.position, "before": self.before, "fruitless": self.fruitless}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes what `state_dict` gave."""
+        self.position, self.before, self.fruitless = state["position"], state["before"], state["fruitless"]
+
     def save(self, checkpoint: str) -> None:
-        """Writes the position; in the middle of a rollout's use that from before it, as the rollout is made again after a resume."""
+        """Writes the position; in the middle of a rollout's use that from before it, for a run that makes the rollout again."""
         position = self.before if self.trainer.mid_rollout else self.position
         Path(checkpoint, FILE).write_text(json.dumps({"position": position}))
 

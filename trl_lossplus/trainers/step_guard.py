@@ -181,6 +181,14 @@ class StepGuard:
         if is_main:
             logger.warning("%s The optimizer step is dropped on every process (%d so far).", sentence, self.skipped)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Steps dropped, in all and in a row."""
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row, "gradient": self._gradient_was_bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        self.skipped, self._in_a_row, self._gradient_was_bad = state["skipped"], state["in_a_row"], state["gradient"]
+
     @property
     def step(self) -> list[tuple[LossOutput, MicroBatch]]:
         """The micro-batches of the optimizer step under way."""

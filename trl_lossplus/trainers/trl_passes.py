@@ -1,11 +1,13 @@
 """
-The seam's other half, apart for its length: what runs beside TRL's own steps, forward passes over a rollout and greedy completions.
+The seam's other half, apart for its length: what TRL holds from step to step, and what runs beside its own steps, forward passes
+over a rollout and greedy completions.
 
 Like trl_seam.py it names TRL's private API; what it relies on stands in the table there.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,10 +47,76 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-class RolloutPasses(GRPOTrainer):
-    """GRPOTrainer with passes of our own over a rollout's rows and prompts."""
+class HeldState(GRPOTrainer):
+    """GRPOTrainer whose state in memory, from micro-batch to micro-batch, can be taken and put back."""
 
     args: Any
+    _logs: dict[str, Any]
+    _buffered_inputs: Any
+    prompt_sampler: Any = None  # gives the prompts of training, pass after pass; None where the dataset is streamed
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """Micro-batches that a rollout serves, over all its iterations."""
+        return int(self.args.steps_per_generation * self.num_iterations)
+
+    @property
+    def mid_rollout(self) -> bool:
+        """Whether the rollout in use serves more micro-batches."""
+        return self._step % self.micro_batches_per_generation != 0
+
+    @property
+    def in_first_pass(self) -> bool:
+        """Whether this micro-batch is of the first optimizer step after a rollout, which has changed no weights yet."""
+        return self._step % self.micro_batches_per_generation < self.args.gradient_accumulation_steps
+
+    @property
+    def rows_of_prompts(self) -> int | None:
+        """Rows of the training dataset, None where it is streamed."""
+        return None if self.prompt_sampler is None else len(cast(Any, self.train_dataset))
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self.prompt_sampler = super()._get_train_sampler(dataset)
+        return self.prompt_sampler
+
+    def held(self) -> dict[str, Any]:
+        """The rollout in use (None between two), micro-batches taken, metrics and completions not logged yet, entropy control."""
+        return {
+            "rollout": self._buffered_inputs if self.mid_rollout else None,
+            "micro_batches": self._step,
+            "metrics": dict(self._metrics["train"]),
+            "completions": self._shown() if self.log_completions and not self._logs.get("images") else None,
+            "entropy": (self.entropy_coef, self._last_world_entropy),
+        }
+
+    def _shown(self) -> str:
+        names = ("prompt", "completion", "advantages", "rewards", "extra")
+        lists = {name: self._logs[name] for name in names}
+        lists = {
+            name: {key: list(column) for key, column in value.items()} if isinstance(value, dict) else list(value)
+            for name, value in lists.items()
+        }
+        return json.dumps(lists, default=str)
+
+    def hold(self, held: dict[str, Any]) -> None:
+        """Puts back what `held` gave."""
+        self._buffered_inputs = held["rollout"]
+        self._step = held["micro_batches"]
+        self._metrics["train"].update(held["metrics"])
+        if self.use_adaptive_entropy:
+            self.entropy_coef, self._last_world_entropy = held["entropy"]
+        for name, value in json.loads(held["completions"] or "{}").items():
+            for key, column in value.items() if isinstance(value, dict) else [(None, value)]:
+                (self._logs[name] if key is None else self._logs[name][key]).extend(column)
+
+    def hold_none(self, micro_batches: int) -> None:
+        """No rollout is in use; the next one is made from the prompts of the last, for what is left of its use."""
+        self._buffered_inputs, self._step = None, micro_batches
+
+
+class RolloutPasses(HeldState):
+    """GRPOTrainer with passes of our own over a rollout's rows and prompts."""
+
     model: Any
     num_generations: int
     num_generations_eval: int

@@ -36,6 +36,7 @@ SEAM: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         frozenset({"fecf708797b1"}),
     ),
     "get_high_entropy_mask": (("entropies", "mask", "threshold"), frozenset({"f7839444abae"})),
+    "_get_train_sampler": (("dataset",), frozenset({"c0ce48638e78"})),
     "_save_checkpoint": (("model", "trial"), frozenset({"10fa449292ba"})),
     "_load_optimizer_and_scheduler": (("checkpoint",), frozenset({"d6497323f7e1"})),
 }
@@ -61,8 +62,6 @@ def check_seam(trainer: type, version: str) -> list[str]:
 class TRLSeam(RolloutPasses):
     """GRPOTrainer whose scoring, cutting and loss are the hooks below; everything else stays TRL's."""
 
-    _logs: dict[str, Any]
-    _buffered_inputs: Any
     packs_no_rows: str | None = None  # why a kind of trainer cannot pack them
     around_generation: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while completions are made
 
@@ -131,6 +130,9 @@ class TRLSeam(RolloutPasses):
     def save_plus_state(self, checkpoint: str) -> None:
         """Called on the saving process with the checkpoint's folder."""
 
+    def save_process_state(self, checkpoint: str) -> None:
+        """Called on every process with the checkpoint's folder, where it can be resumed from."""
+
     def load_plus_state(self, checkpoint: str) -> None:
         """Called on every process with the checkpoint's folder."""
 
@@ -188,8 +190,11 @@ class TRLSeam(RolloutPasses):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        checkpoint = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            self.save_plus_state(f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}")
+            self.save_plus_state(checkpoint)
+        if not self.args.save_only_model:
+            self.save_process_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -286,16 +291,6 @@ class TRLSeam(RolloutPasses):
     def padded_multiple(self) -> int:
         """TRL's pad_to_multiple_of as a number."""
         return int(self.pad_to_multiple_of or 1)
-
-    @property
-    def mid_rollout(self) -> bool:
-        """Whether the rollout in use serves more micro-batches."""
-        return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-
-    @property
-    def in_first_pass(self) -> bool:
-        """Whether this micro-batch is of the first optimizer step after a rollout, which has changed no weights yet."""
-        return self._step % (self.args.steps_per_generation * self.num_iterations) < self.args.gradient_accumulation_steps
 
     def log_value(self, name: str, value: float) -> None:
         """One value of a metric; TRL logs the mean of those since the last log."""

@@ -1,0 +1,228 @@
+"""A run that is interrupted anywhere and resumed ends bit for bit as one that was not: weights, optimizer, prompts, metrics."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig
+from toyrun import trainer
+
+from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError, PPOPlusConfig, PPOPlusTrainer
+from trl_lossplus.toy import toy_dataset
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+# A rollout is 8 rows of 4 prompts in two halves, each an optimizer step, used twice: 4 steps. The 6 prompts give one rollout a pass, so
+# steps 4 and 8 are between two rollouts and two passes, and all others inside a rollout.
+FIELDS = {
+    "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "num_generations": 2, "max_steps": 10,
+    "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 3e-2, "lr_scheduler_type": "linear",
+}  # fmt: skip
+CLOCKS = (
+    "runtime",
+    "per_second",
+    "step_time",
+    "flos",
+    "train_loss",
+)  # train_loss: transformers' mean over the steps since the resume
+KL = {"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 30.0}
+
+
+def letters(completions, **kwargs):
+    """Any spread will do, and sampling decides it: the number of letters, over 10."""
+    return [len(text) / 10 for text in completions]
+
+
+def build(toy, folder, **fields):
+    critic = fields.get("critic")
+    classes = (GRPOPlusTrainer, GRPOPlusConfig) if critic is None else (PPOPlusTrainer, PPOPlusConfig)
+    extra = {"peft_config": LoraConfig(**LORA)} if critic == "adapter" else {}
+    dataset = fields.pop("dataset", None) or toy_dataset().select(range(6))
+    run = trainer(
+        toy, folder, reward=letters, dataset=dataset, extra=extra, trainer_class=classes[0], config_class=classes[1], **FIELDS | fields
+    )  # fmt: skip
+    run.rollouts, make = [], run.make_rollout
+    run.make_rollout = lambda out, rewards: run.rollouts.append(out["prompt_ids"].tolist()) or make(out, rewards)
+    return run
+
+
+def resumed(toy, folder, step, **fields):
+    run = build(toy, folder.with_name(f"{folder.name}-from-{step}"), **fields)
+    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    return run
+
+
+def everything(run):
+    """Weights and the optimizer's state by name, and the logged metrics but for clocks."""
+    tensors = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+    for i, state in run.optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer {i} {name}": torch.as_tensor(x).clone() for name, x in state.items()}
+    log = [{name: x for name, x in entry.items() if not any(word in name for word in CLOCKS)} for entry in run.state.log_history]
+    return tensors, log
+
+
+def check(toy, tmp_path, steps, **fields):
+    """Trains once in one go, then again from the checkpoints of `steps`; returns the uninterrupted run."""
+    whole = build(toy, tmp_path / "whole", **fields)
+    whole.train()
+    tensors, log = everything(whole)
+    for step in steps:
+        again = resumed(toy, tmp_path / "whole", step, **fields)
+        ours, entries = everything(again)
+        assert ours.keys() == tensors.keys()
+        assert [name for name in tensors if not torch.equal(ours[name], tensors[name])] == [], step
+        assert entries == log, step
+        assert again.kl_controller.coef == whole.kl_controller.coef
+        assert again.rollouts == whole.rollouts[-(-step // 4) :]  # none made again
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields"),
+    [
+        pytest.param((3, 6, 8), {}, id="GRPO"),
+        pytest.param((3, 6), {"critic": "adapter", **KL}, id="adapter critic, adaptive KL"),
+        pytest.param((6,), {"critic": "shared"}, id="shared critic"),
+        pytest.param((3,), {"critic": "model"}, id="model critic"),
+    ],
+)
+def test_resumed_is_uninterrupted(toy, tmp_path, steps, fields):
+    """Inside a rollout, and after a whole number of passes: prompts, metrics, policy, critic, optimizer and coefficient are the same."""
+    whole = check(toy, tmp_path, steps, **fields)
+    assert len({str(rollout) for rollout in whole.rollouts}) == 3  # each pass has an order of its own
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields"),
+    [
+        pytest.param((3,), {"microbatch_layout": "shared_prefix", "skip_still_rows": True}, id="packed, still rows skipped"),
+        pytest.param((7,), {"zero_std_groups": "resample", "scale_rewards": "none"}, id="resampled"),
+        pytest.param((2,), {"policy_loss": "kl_cov", "gradient_accumulation_steps": 2, "num_iterations": 4}, id="whole steps"),
+    ],
+)
+def test_what_a_rollout_carries(toy, tmp_path, steps, fields):
+    """Packed rows, the stream of further prompts, and what an objective computes over a step of two micro-batches go on too."""
+    check(toy, tmp_path, steps, max_steps=8, **fields)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("critic", [None, "adapter", "shared", "model"])
+@pytest.mark.parametrize("kl", [{}, KL], ids=["no KL", "KL"])
+def test_from_every_step(toy, tmp_path, critic, kl):
+    check(toy, tmp_path, range(1, 10), **kl, **({} if critic is None else {"critic": critic}))
+
+
+def test_what_was_not_logged_yet_is_kept(toy, tmp_path, monkeypatch):
+    """Metrics of the steps since the last log, the rows of the completions table, and the entropy bonus's coefficient."""
+    tables = []
+    monkeypatch.setattr("trl.trainer.grpo_trainer.print_prompt_completions_sample", lambda *args, **kw: tables.append(args[:4]))
+    fields = {
+        "logging_steps": 2, "log_completions": True, "use_adaptive_entropy": True, "entropy_coef": 0.01, "max_steps": 6,
+        "entropy_coef_delta": 0.001,
+    }  # fmt: skip
+    whole = build(toy, tmp_path / "whole", **fields)
+    whole.train()
+    seen = [[list(column) if not isinstance(column, dict) else dict(column) for column in table] for table in tables]
+    tables.clear()
+    again = resumed(toy, tmp_path / "whole", 3, **fields)
+    assert [[list(c) if not isinstance(c, dict) else dict(c) for c in table] for table in tables] == seen[1:]
+    assert len(seen) == 4  # after steps 2, 4, 6, and at the end
+    assert again.entropy_coef == whole.entropy_coef != 0.01
+    left_out = (*CLOCKS, "loss", "grad_norm")  # what transformers logs: of the steps since the resume alone
+    (ours,), (theirs,) = ([e for e in run.state.log_history if e["step"] == 4] for run in (again, whole))
+    assert {k: v for k, v in ours.items() if k.split("/")[0] not in left_out} == {
+        k: v for k, v in theirs.items() if k.split("/")[0] not in left_out
+    }
+
+
+@pytest.fixture(scope="module")
+def cut(toy, tmp_path_factory):
+    """The folder of an uninterrupted run of 5 steps, and that run."""
+    folder = tmp_path_factory.mktemp("cut") / "whole"
+    run = build(toy, folder, max_steps=5)
+    run.train()
+    return folder, run
+
+
+def copied(folder, tmp_path, step):
+    target = tmp_path / "run" / f"checkpoint-{step}"
+    target.mkdir(parents=True)
+    for path in (folder / f"checkpoint-{step}").iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_a_checkpoint_without_the_rollout(toy, cut, tmp_path, caplog):
+    """Of an older version or TRL's: said in one line; the rollout is made anew from its prompts, for what is left of its use."""
+    folder, whole = cut
+    checkpoint = copied(folder, tmp_path, 3)
+    (checkpoint / "lossplus_state_0.pt").unlink()
+    with caplog.at_level(logging.WARNING):
+        again = resumed(toy, checkpoint.parent, 3, max_steps=5)
+    (line,) = [record.message for record in caplog.records if "lossplus_state" in record.message]
+    assert "was taken inside a rollout and has no lossplus_state_*.pt" in line
+    assert again.rollouts == whole.rollouts  # the first again, and after one step the second
+    caplog.clear()
+    checkpoint = copied(folder, tmp_path, 4)
+    (checkpoint / "lossplus_state_0.pt").unlink()
+    again = resumed(toy, checkpoint.parent, 4, max_steps=5)
+    assert not [record for record in caplog.records if "lossplus_state" in record.message]
+    assert again.rollouts == whole.rollouts[1:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_iterations": 3}, "num_iterations was 2 and is 3"),
+        ({"microbatch_layout": "packed"}, "microbatch_layout was 'padded' and is 'packed'"),
+        ({"policy_loss": "cispo"}, "policy_loss was 'ppo_clip' and is 'cispo'"),
+    ],
+)
+def test_a_rollout_of_another_form_is_refused(toy, cut, tmp_path, fields, words):
+    with pytest.raises(LossPlusError, match="was taken inside a rollout, and what is left of it cannot be used: ") as error:
+        resumed(toy, cut[0], 3, max_steps=5, **fields)
+    assert f"{words}. Set that as it was, take a checkpoint between two rollouts" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_iterations": 1}, "The prompts do not come in the order of the run that wrote"),
+        ({"seed": 4}, "seed was 3 and is 4"),
+        ({"dataset": toy_dataset().select(range(5))}, "rows of train_dataset was 6 and is 5"),
+    ],
+)
+def test_what_changes_the_order_of_prompts_is_said(toy, cut, tmp_path, caplog, fields, words):
+    run = resumed(toy, cut[0], 4, max_steps=5, **fields)
+    assert run.state.global_step == 5
+    assert [record for record in caplog.records if words in record.message]
+
+
+def test_a_streamed_dataset(toy, tmp_path, caplog):
+    """Within its first pass a run goes on as it would have; a later pass is begun again, and that is said."""
+    fields = {"max_steps": 9, "num_iterations": 1}  # a pass is 4 steps
+    whole = build(toy, tmp_path / "whole", dataset=toy_dataset().select(range(8)).to_iterable_dataset(), **fields)
+    whole.train()
+    for step, said in ((3, False), (7, True)):
+        caplog.clear()
+        streamed = toy_dataset().select(range(8)).to_iterable_dataset()
+        again = resumed(toy, tmp_path / "whole", step, dataset=streamed, **fields)
+        assert bool([record for record in caplog.records if "transformers cannot find the place" in record.message]) == said
+        assert (everything(again)[1] == everything(whole)[1]) != said
+
+
+def test_another_loss_for_the_rest_of_a_rollout_is_said(toy, cut, caplog):
+    resumed(toy, cut[0], 3, max_steps=4, epsilon=0.3)
+    (line,) = [record.message for record in caplog.records if "keeps what it was given under" in record.message]
+    assert "epsilon was 0.2 and is 0.3" in line
+
+
+def test_a_broken_file_is_one_line(toy, cut, tmp_path):
+    checkpoint = copied(cut[0], tmp_path, 3)
+    path = checkpoint / "lossplus_state_0.pt"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(
+        LossPlusError, match=r"lossplus_state_0.pt cannot be read \(.*\). Take another checkpoint, or delete"
+    ) as error:
+        resumed(toy, checkpoint.parent, 3, max_steps=5)
+    assert "\n" not in str(error.value)
