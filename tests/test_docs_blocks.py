@@ -4,6 +4,7 @@ import pytest
 from docpages import PAGES, Block, blocks
 from docrun import PageRun, commands, masked
 
+from trl_lossplus.functional.kl import KL_ESTIMATORS, KL_FORMULAS
 from trl_lossplus.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 # Run by tests of their own, which look at more: docs/verify.md, README.md, docs/ppo.md.
@@ -15,11 +16,11 @@ EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
 @pytest.fixture(autouse=True)
 def registries():
     """What a page registers is forgotten."""
-    kept = [(registry, dict(registry.entries)) for registry in (POLICY_LOSSES, ADVANTAGE_ESTIMATORS)]
+    kept = [(names, dict(names)) for names in (POLICY_LOSSES.entries, ADVANTAGE_ESTIMATORS.entries, KL_ESTIMATORS, KL_FORMULAS)]
     yield
-    for registry, entries in kept:
-        registry.entries.clear()
-        registry.entries.update(entries)
+    for names, before in kept:
+        names.clear()
+        names.update(before)
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)

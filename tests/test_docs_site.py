@@ -105,3 +105,11 @@ def test_what_a_page_loads(site):
         '<img alt="" src="https://d.org/x.png"><img src="img/x.svg"><link rel="canonical" href="https://e.org">'
     )
     assert site.loaded_from_elsewhere(html) == ["https://b.org/x.js", "https://d.org/x.png", "//c.org/x.css"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_that_are_named_exist(page):
+    """`tests/file.py` and `tests/file.py::test` of a page are there."""
+    for path, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", PAGES[page].read_text()):
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"

@@ -63,6 +63,7 @@ Schedule
   Windows: exact: each optimizer step is normalized by its own tokens and rows
 
 Warnings
+  - k3 in the reward has an expected gradient that is no KL's (docs/kl.md), and need not hold the policy near the reference at all: set kl_estimator=k1 there.
   - The KL acts in the reward and in the loss, and the two pulls towards the reference add up: keep one if that is not meant.
   - Adaptive control moves beta and kl_reward_coef by the same factor: choose their proportion in the configuration.
 """
@@ -527,6 +528,11 @@ WARNINGS = {
     ),
     "k3": ({**KL, "use_bias_correction_kl": False}, KL, "k3 in the loss without the ratio has the forward KL's gradient"),
     "abs": ({**KL, "kl_estimator": "abs"}, {**KL, "kl_estimator": "abs+"}, "The gradient of abs in the loss is no KL's"),
+    "kl_reward": (
+        {"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_estimator": "k3"},
+        {"kl_placement": "reward", "kl_reward_coef": 0.1, "kl_estimator": "kl"},
+        "k3 in the reward has an expected gradient that is no KL's",
+    ),
     "kl_by_row": ({**KL, "policy_loss": "gspo"}, {**KL, "policy_loss": "gspo", "kl_estimator": "k2"}, "approximately unbiased"),
     "both": ({**KL, "kl_placement": "both", "kl_reward_coef": 0.1}, KL, "the two pulls towards the reference add up"),
     "adaptive_both": (FULL, {**FULL, "kl_controller": "fixed", "kl_target": None}, "beta and kl_reward_coef by the same factor"),

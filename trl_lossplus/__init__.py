@@ -22,6 +22,7 @@ _PUBLIC = {
     "LossPlusError": "functional.errors",
     "register_policy_loss": "registry",
     "register_advantage_estimator": "registry",
+    "register_kl_estimator": "functional.kl",
     "LossDoctorCallback": "diagnostics.callback",
     "GRPOPlusConfig": "config",
     "Snapshot": "snapshots.store",

@@ -11,7 +11,7 @@ from .elsewhere import ELSEWHERE, Elsewhere, written
 from .functional.aggregation import AGGREGATIONS
 from .functional.correction import CORRECTION_MODES, REJECTIONS
 from .functional.errors import unknown_name
-from .functional.kl import KL_ALIASES, KL_ESTIMATORS
+from .functional.kl import KL_ALIASES, KL_ESTIMATORS, KL_FORMULAS
 from .registry import ADVANTAGE_ESTIMATORS, ALWAYS, POLICY_LOSSES, TENSORS, TRAITS, Entry
 from .spec import LossSpec
 
@@ -33,6 +33,7 @@ KL_GRADIENTS = {
     "k3": "unbiased value, never negative; in the loss the forward KL's gradient, with use_bias_correction_kl the reverse KL's",
     "abs": "how far, in either direction",
 }
+OWN_GRADIENT = "registered by you; in the loss its own gradient"
 CORRECTIONS = {
     "token_truncate": "w = min(r, clip_max) a token, r = pi_old / pi_sampler (TIS)",
     "token_mask": "w = r within [clip_min, clip_max], else 0 (MIS, IcePop)",
@@ -58,16 +59,16 @@ def _kl_rows() -> list[Row]:
     for alias, name in KL_ALIASES.items():
         aliases.setdefault(name, []).append(alias)
     rows = []
-    for name, func in KL_ESTIMATORS.items():
-        formula = (func.__doc__ or "").split(", where")[0].rstrip(".")
+    for name in KL_ESTIMATORS:
+        formula = KL_FORMULAS[name]
         also = f" (also {', '.join(aliases[name])})" if name in aliases else ""
         rows.append(
             Row(
                 name,
-                f"{formula}, d = logp - ref_logp: {KL_GRADIENTS[name]}{also}",
+                f"{formula}, d = logp - ref_logp: {KL_GRADIENTS.get(name, OWN_GRADIENT)}{also}",
                 "ref_logps",
                 "log_ratio_clamp",
-                "Schulman, 2020",
+                "Schulman, 2020" if name in KL_GRADIENTS else "registered",
             )
         )
     plus = "the value of k1, k3 or abs with the gradient of k2 (straight-through)"

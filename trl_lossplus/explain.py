@@ -9,10 +9,10 @@ from .config import GRPOPlusConfig
 from .explain_policy import interval, policy_numbers
 from .explain_warnings import Facts, warnings
 from .functional.aggregation import AGGREGATIONS
+from .functional.kl import BUILT_IN, KL_FORMULAS
 from .ppo_config import PPOPlusConfig
 from .registry import STEP_TENSORS, TENSORS
 
-KL_FORMULAS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) + d - 1", "abs": "|d|"}
 CRITICS = {
     "adapter": "a second LoRA adapter and a scalar head on the policy's base model",
     "shared": "a scalar head on the policy's hidden states, without a forward pass of its own",
@@ -77,6 +77,8 @@ class _Explanation(Facts):
         gradient = "the reverse KL's" + (", approximately" if corrected and spec.sequence_level else "")
         if self.kl == "abs":
             gradient = "no KL's"
+        elif self.kl.isidentifier() and self.kl not in BUILT_IN:
+            gradient = "its own"
         elif self.kl in ("k1", "k3") and not corrected:
             gradient = "0 in expectation" if self.kl == "k1" else "the forward KL's"
         times = "times the ratio" if corrected else "not times the ratio"

@@ -37,6 +37,8 @@ top_entropy: The threshold of top_entropy_quantile is taken over each micro-batc
 k1: {kl_estimator} in the loss without the ratio has an expected gradient of 0: set use_bias_correction_kl, or take k2 or k1+.
 k3: {kl_estimator} in the loss without the ratio has the forward KL's gradient: set use_bias_correction_kl, or take k2 or k3+.
 abs: The gradient of {kl_estimator} in the loss is no KL's, with or without the ratio: take k2, k3 or abs+.
+kl_reward: {kl_estimator} in the reward has an expected gradient that is no KL's (docs/kl.md), and need not hold the policy near the
+    reference at all: set kl_estimator=k1 there.
 kl_by_row: One ratio a row times the KL of a token is only approximately unbiased: take k2 or k3+, which need no ratio.
 both: The KL acts in the reward and in the loss, and the two pulls towards the reference add up: keep one if that is not meant.
 adaptive_both: Adaptive control moves beta and kl_reward_coef by the same factor: choose their proportion in the configuration.
@@ -119,6 +121,7 @@ def _given(facts: Facts) -> dict[str, bool]:
         "k1": spec.kl_in_loss and kl == "k1" and not corrected,
         "k3": spec.kl_in_loss and kl == "k3" and not corrected,
         "abs": spec.kl_in_loss and kl == "abs",
+        "kl_reward": spec.kl_placement in ("reward", "both") and kl.removesuffix("+") != "k1",
         "kl_by_row": spec.kl_in_loss and corrected and spec.sequence_level,
         "both": spec.kl_placement == "both",
         "adaptive_both": spec.kl_placement == "both" and spec.kl_controller == "adaptive",

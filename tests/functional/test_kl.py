@@ -4,8 +4,10 @@ import pytest
 import torch
 from helpers import difference
 
-from trl_lossplus import LossPlusError, estimate_kl
-from trl_lossplus.functional.kl import KL_ALIASES, KL_ESTIMATORS, canonical_kl, kl_names
+from trl_lossplus import GRPOPlusConfig, LossBatch, LossPlusError, LossSpec, compute_loss, estimate_kl, register_kl_estimator
+from trl_lossplus.catalog import listing
+from trl_lossplus.explain import explain
+from trl_lossplus.functional.kl import KL_ALIASES, KL_ESTIMATORS, KL_FORMULAS, canonical_kl, kl_names
 
 GRID = torch.cat([-torch.logspace(-3, 1.2, 40), torch.logspace(-3, 1.2, 40)]).double()
 SLOPES = {
@@ -78,3 +80,34 @@ def test_unknown_names(name):
     """Anything else is a LossPlusError that lists the names."""
     with pytest.raises(LossPlusError, match="kl_estimator=.*Allowed:.*low_var_kl"):
         canonical_kl(name)
+
+
+@pytest.fixture
+def own():
+    """A user's estimator, forgotten afterwards."""
+    register_kl_estimator("test_cubic", formula="|d|^3")(lambda d, clamp: d.abs() ** 3)
+    yield "test_cubic"
+    for kept in (KL_ESTIMATORS, KL_FORMULAS):
+        kept.pop("test_cubic")
+
+
+def test_an_estimator_of_the_user_s(own):
+    """Value and slope are its own (|d|^3: 8 and 12 at d = 2); with a + the slope is d. Listed and explained with its formula."""
+    d = torch.tensor([[2.0]], requires_grad=True)
+    for name, slope in ((own, 12.0), (f"{own}+", 2.0)):
+        kl = estimate_kl(name, d, torch.zeros(1, 1))
+        assert kl.item() == 8.0
+        assert torch.autograd.grad(kl.sum(), d)[0].item() == slope
+    spec = LossSpec(beta=0.5, kl_estimator=own)
+    batch = LossBatch(d, d.detach(), torch.zeros(1), torch.ones(1, 1, dtype=torch.bool), ref_logps=torch.zeros(1, 1))
+    assert compute_loss(batch, spec).terms["kl"].item() == 4.0
+    assert f"{own}" in listing("kl")
+    words = explain(GRPOPlusConfig(output_dir="unused", use_cpu=True, bf16=False, beta=0.1, kl_estimator=own))
+    assert f"{own} = |d|^3, d = logp - ref_logp, not times the ratio; gradient: its own" in words
+
+
+@pytest.mark.parametrize("name", ["k3", "mse", "test_cubic", "two words", "k9+"])
+def test_names_that_are_taken_or_none(own, name):
+    with pytest.raises(LossPlusError, match="kl_estimator"):
+        register_kl_estimator(name)
+    assert register_kl_estimator(own, replace=True)

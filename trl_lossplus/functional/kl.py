@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .errors import unknown_name
+from .errors import LossPlusError, unknown_name
 
 
 def k1(d: Tensor, clamp: float) -> Tensor:
@@ -45,7 +45,38 @@ def absolute(d: Tensor, clamp: float) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, float], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+BUILT_IN = frozenset(KL_ESTIMATORS)
+KL_FORMULAS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) + d - 1", "abs": "|d|"}
 KL_ALIASES = {"kl": "k1", "kl_div": "k1", "mse": "k2", "biased_kl": "k2", "low_var_kl": "k3"}
+
+
+def register_kl_estimator(
+    name: str, *, formula: str = "", replace: bool = False
+) -> Callable[[Callable[[Tensor, float], Tensor]], Callable[[Tensor, float], Tensor]]:
+    """
+    A decorator that makes a function of d = logp - ref_logp a `kl_estimator`, and returns it unchanged.
+
+    The function takes d (B, T), connected to the policy, and `log_ratio_clamp`; it returns (B, T) in nats. `name` with a `+` has its
+    value and the gradient of k2. As a loss its gradient is its own; nothing corrects it.
+
+    Args:
+        name: letters, digits and underscores. formula: shown by `trl-lossplus explain` and `list`. replace: allow a name of the
+            user's that is taken.
+
+    Raises:
+        LossPlusError: a name that is taken, or that is none.
+    """
+    if not name.isidentifier():
+        raise LossPlusError(f"kl_estimator {name!r}: a name has letters, digits and underscores (a + is added by itself).")
+    if name in KL_ALIASES or name in BUILT_IN or (name in KL_ESTIMATORS and not replace):
+        raise LossPlusError(f"kl_estimator {name!r} is registered already. Take another name.")
+
+    def decorate(func: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Tensor]:
+        KL_ESTIMATORS[name] = func
+        KL_FORMULAS[name] = formula or (func.__doc__ or "").strip()
+        return func
+
+    return decorate
 
 
 def kl_names() -> list[str]:
