@@ -75,6 +75,7 @@ VALUES = {
     "resample_exhausted": ("raise", RESAMPLE),
     "rollout_is_correction": (True, {}),
     "microbatch_layout": ("packed", {}),
+    "max_tokens_per_microbatch": (4096, {}),
     "skip_still_rows": (True, {}),
     "compact_generation": (True, {}),
     "probes": ("full", {}),

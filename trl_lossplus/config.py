@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from trl import GRPOConfig
 
-from .config_checks import check_correction, check_steps, check_windows
+from .config_checks import check_budget, check_correction, check_steps, check_windows
 from .estimators import options_of
 from .fieldtypes import INHERITED, own_kinds, read, words
 from .functional.correction import CORRECTION_MODES
@@ -129,6 +129,10 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         "which). None changes a gradient.",
         "padded",
     )
+    max_tokens_per_microbatch: int | None = option(
+        "Run each micro-batch in parts of at most so many tokens, as the layout counts them (padded: with the padding; shared_prefix: a "
+        "prompt once a part); the passes without gradient too. Memory then does not follow per_device_train_batch_size. None: whole."
+    )
     skip_still_rows: bool = option(
         "Do not compute rows whose advantage is 0 on every token, where nothing else of the loss acts on them. The gradient stays; "
         "metrics of the loss are over the rows that were computed.",
@@ -201,6 +205,7 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         super().__post_init__()
         self._check_skip()
         check_windows(self, spec)
+        check_budget(self)
         check_steps(self, spec)
         if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:
             raise LossPlusError(

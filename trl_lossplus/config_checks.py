@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from transformers.training_args import OptimizerNames
+
 from .functional.errors import LossPlusError
 from .registry import POLICY_LOSSES
 from .spec import LossSpec
@@ -73,3 +75,19 @@ def check_windows(args: GRPOPlusConfig, spec: LossSpec) -> None:
                 f"gradient_accumulation_steps ({args.gradient_accumulation_steps}), so that each optimizer step is "
                 "known when the rollout is cut."
             )
+
+
+def check_budget(args: GRPOPlusConfig) -> None:
+    """A budget of tokens that is none, or beside what is taken over a whole micro-batch. Raises LossPlusError."""
+    budget = args.max_tokens_per_microbatch
+    if budget is None:
+        return
+    reason = None
+    if budget < 1:
+        reason = "it must be >= 1, or None"
+    elif args.top_entropy_quantile < 1.0:
+        reason = f"top_entropy_quantile={args.top_entropy_quantile:g} is taken over a whole micro-batch. Remove one"
+    elif args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+        reason = f"optim={OptimizerNames(args.optim).value!r} updates the weights in each backward pass. Remove one"
+    if reason is not None:
+        raise LossPlusError(f"max_tokens_per_microbatch={budget}: {reason}.")

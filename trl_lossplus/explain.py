@@ -301,7 +301,9 @@ class _Explanation(Facts):
             yield f"At the start of a step: {made}, over the rows of all its micro-batches and processes"
             yield "  by a forward pass without gradient more, where the log-probs are not those of the rollout"
         still = "; rows whose advantage is 0 are not computed" if config.skip_still_rows else ""
-        yield f"Layout: {config.microbatch_layout}{still}"
+        budget = config.max_tokens_per_microbatch
+        parts = "" if budget is None else f"; each micro-batch in parts of at most {budget} tokens, as many on every process"
+        yield f"Layout: {config.microbatch_layout}{parts}{still}"
         if config.compact_generation:
             yield "Generation: a group's prompt once, without the rows that have ended"
         exact = "exact: each optimizer step is normalized by its own tokens and rows"

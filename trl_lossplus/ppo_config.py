@@ -102,7 +102,8 @@ class PPOPlusConfig(GRPOPlusConfig):
     @property
     def one_pass(self) -> bool:
         """Whether a rollout is one micro-batch that serves one update: its loss's forward passes are then those of the rollout too."""
-        return self.is_on_policy and self.micro_batches_per_rollout == 1 and self.num_iterations == 1
+        whole = self.max_tokens_per_microbatch is None and self.micro_batches_per_rollout == 1
+        return self.is_on_policy and whole and self.num_iterations == 1
 
     def _post_init_with_any_group_size(self) -> None:
         """TRL refuses fewer than two generations a prompt, which only its group-relative advantages need."""

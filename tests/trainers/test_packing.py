@@ -5,6 +5,7 @@ import torch
 
 from trl_lossplus import LossPlusError, LossSpec, PolicyTerm, Window, register_policy_loss
 from trl_lossplus.registry import POLICY_LOSSES
+from trl_lossplus.trainers.budget import Packed, Padded, row_facts
 from trl_lossplus.trainers.dealing import deal_windows, share_out
 from trl_lossplus.trainers.packing import pack
 from trl_lossplus.trainers.segment_attention import Segment, UnsupportedAttention, segment_attention
@@ -131,10 +132,19 @@ def micro(ids, advantages):
     }  # fmt: skip
 
 
-def test_still_rows_are_dropped_and_a_micro_batch_stays():
+def deal(window, per_window, drop_still, load=Packed(False)):  # noqa: B008
+    """Each micro-batch in one part."""
+    facts = row_facts(True, drop_still)
+    dealt = deal_windows(window, per_window=per_window, facts=facts, drop_still=drop_still, load=load)
+    assert [len(parts) for parts in dealt] == [1] * len(window)
+    return [part for parts in dealt for part in parts]
+
+
+@pytest.mark.parametrize("load", [Packed(False), Padded()])
+def test_still_rows_are_dropped_and_a_micro_batch_stays(load):
     """Three of four rows have advantage 0: one is computed, and the other micro-batch holds a row outside the loss."""
     window = [micro([0, 1], [0.0, 2.0]), micro([2, 3], [0.0, 0.0])]
-    first, second = deal_windows(window, per_window=2, drop_still=True, share_prefix=False)
+    first, second = deal(window, 2, True, load)
     assert (first["completion_ids"].tolist(), first["advantages"].tolist()) == ([[1]], [2.0])
     assert (len(second["prompt_ids"]), second["loss_mask"].any().item(), second["completion_mask"].any().item()) == (
         1,
@@ -142,13 +152,13 @@ def test_still_rows_are_dropped_and_a_micro_batch_stays():
         False,
     )
     assert (first["window"].num_tokens, second["window"].num_rows) == (4, 4)  # the normalizer still counts them
-    whole = deal_windows(window, per_window=2, drop_still=False, share_prefix=False)
+    whole = deal(window, 2, False, load)
     assert sorted(row for part in whole for row in part["completion_ids"].squeeze(1).tolist()) == [0, 1, 2, 3]
 
 
 def test_rows_stay_in_their_window():
     windows = [micro([0, 1], [1.0, 2.0]), micro([2, 3], [3.0, 4.0])]
-    dealt = deal_windows(windows, per_window=1, drop_still=True, share_prefix=False)
+    dealt = deal(windows, 1, True)
     assert [sorted(part["completion_ids"].squeeze(1).tolist()) for part in dealt] == [[0, 1], [2, 3]]
 
 

@@ -9,8 +9,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trl_lossplus import PPOPlusConfig, PPOPlusTrainer
 from trl_lossplus.toy import toy_model, toy_tokenizer
 from trl_lossplus.trainers.adapters import active_adapter
+from trl_lossplus.trainers.budget import Padded
 from trl_lossplus.trainers.critic import HEAD, trunk_of
-from trl_lossplus.trainers.value_pass import checkpointed_layers, keeping, values_at_tokens, values_by_length
+from trl_lossplus.trainers.rollout_pass import chunks, placed
+from trl_lossplus.trainers.value_pass import checkpointed_layers, keeping, values_at_tokens, whole
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 CHECKPOINTING = {"gradient_checkpointing": True}
@@ -189,9 +191,10 @@ def test_a_pass_by_length_gives_the_padded_pass(model, left):
         with torch.no_grad():
             return model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state.sum(-1)
 
-    whole = [torch.cat([rollout[f"prompt_{x}"], rollout[f"completion_{x}"]], 1) for x in ("ids", "mask")]
-    expected = values_at_tokens(take(*whole), 8)
-    got = values_by_length(take, rollout, 2, left=left)
+    expected = values_at_tokens(take(*whole(rollout)), 8)
+    parts = chunks(rollout, rows=2, load=Padded(), left=left)
+    found = [values_at_tokens(take(*whole(chunk)), chunk["prompt_ids"].shape[1]) for _, chunk in parts]
+    got = placed(parts, found, (5, 10))
     # by length: rows 2 (3 + 0) and 4 (4 + 1), 3 (2 + 5) and 0 (6 + 2), 1 (1 + 7); a completion column at least
     assert shapes[1:] == ([(2, 4 + 1), (2, 6 + 5), (1, 1 + 7)] if left else [(2, 8 + 1), (2, 8 + 5), (1, 8 + 7)])
     assert got.shape == expected.shape == (5, 10)
@@ -203,9 +206,9 @@ def test_a_shared_critic_looks_away_from_the_reference(toy, tmp_path):
     """A watched pass gives values under the policy's adapter, and none with the adapters off, as the reference runs."""
     run = ppo(toy, tmp_path, "shared")
     inputs = {"input_ids": torch.tensor([[4, 5, 6]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-    assert run.critic.watch(lambda: run.model(**inputs))[1].shape == (1, 3)
+    assert [values.shape for values in run.critic.watch(lambda: run.model(**inputs))[1]] == [(1, 3)]
     with run.model.disable_adapter():
-        assert run.critic.watch(lambda: run.model(**inputs))[1] is None
+        assert run.critic.watch(lambda: run.model(**inputs))[1] == []
 
 
 def test_one_pass_is_for_one_update_of_one_micro_batch(tmp_path):

@@ -199,12 +199,17 @@ class SharedCritic(Critic):
             hidden = output.last_hidden_state
             self._seen.append(self._score(hidden.detach() if self.detach else hidden))
 
-    def watch(self, forward: Callable[[], Any]) -> tuple[Any, Tensor | None]:
-        """Runs forward passes; returns their result and the (B, P + C) values that came with them, None if they were not the policy's."""
-        self._seen = []
+    @property
+    def watching(self) -> bool:
+        """Whether a forward pass is being watched."""
+        return self._seen is not None
+
+    def watch(self, forward: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+        """Runs forward passes; returns their result and the values (b, P + C) that came with each, none if they were not the policy's."""
+        seen: list[Tensor] = []
+        self._seen = seen
         try:
-            result = forward()
-            return result, torch.cat(self._seen) if self._seen else None
+            return forward(), seen
         finally:
             self._seen = None
 

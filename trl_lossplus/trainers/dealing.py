@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .minibatch import MicroBatch, as_tokens
-
-
-def moving_rows(micro: MicroBatch) -> Tensor:
-    """Rows with a token in the loss whose advantage is not 0: (B,) bool."""
-    advantages = as_tokens(micro["advantages"]).expand(micro["loss_mask"].shape)
-    return ((advantages != 0) & micro["loss_mask"]).any(1)
+from .budget import Load, Padded, Row, stretches
+from .minibatch import MicroBatch, moving_rows
 
 
 def deal_windows(
-    micro_batches: Sequence[MicroBatch], *, per_window: int, drop_still: bool, share_prefix: bool
-) -> list[MicroBatch]:
+    micro_batches: Sequence[MicroBatch],
+    *,
+    per_window: int,
+    facts: Callable[[MicroBatch], Tensor],
+    drop_still: bool,
+    load: Load,
+    cuts: Sequence[int] | None = None,
+    budget: int | None = None,
+) -> list[list[MicroBatch]]:
     """
-    Deals each window's rows anew to its micro-batches, so that they have about as many tokens; waits for the device once.
+    Deals each window's rows anew to its micro-batches, so that they have about as many tokens; waits for the device once a window.
 
-    The number of micro-batches stays, on every process; one that gets no row holds a row that is outside the loss.
+    The number of micro-batches stays, on every process; a part that gets no row holds a row that is outside the loss.
 
     Args:
         micro_batches: with `window`, `loss_mask` and what is used as `advantages`.
-        drop_still: leave out rows whose advantage is 0 on every token of the loss.
-        share_prefix: rows with the same group id cost their prompt once, and stay together where that does not unbalance.
+        facts: see `budget.row_facts`. drop_still: leave out rows whose advantage is 0 on every token of the loss.
+        load: what rows cost.
+        cuts: into how many parts each micro-batch of a window is cut, by window (None: one), so that each is within the budget.
+
+    Returns:
+        The parts of each micro-batch.
     """
-    dealt: list[MicroBatch] = []
-    for first in range(0, len(micro_batches), per_window):
-        window = micro_batches[first : first + per_window]
+    dealt: list[list[MicroBatch]] = []
+    for number, first in enumerate(range(0, len(micro_batches), per_window)):
+        window, each = micro_batches[first : first + per_window], 1 if cuts is None else cuts[number]
         rows = _together(window)
-        columns = [rows["prompt_mask"].sum(1), rows["completion_mask"].sum(1), rows["group_ids"]]
-        columns.append(moving_rows(rows) if drop_still else torch.ones_like(columns[0]))
-        table = torch.stack([column.long() for column in columns], 1).tolist()
-        parts = share_out(table, len(window), share_prefix)
-        dealt.extend(_take(rows, part) if part else _nothing(rows, table) for part in parts)
+        prompt, completion, counts = facts(rows).long().unbind(1)
+        moves = moving_rows(rows) if drop_still else torch.ones_like(counts)
+        told = torch.stack([prompt, completion, rows["group_ids"], counts, moves.long()], 1).tolist()
+        table = [row[:4] for row in told]
+        dealt_out = [[row for row in part if told[row][4]] for part in deal(table, each * len(window), load, budget)]
+        parts = [_take(rows, part) if part else _nothing(rows, table) for part in dealt_out]
+        dealt.extend(parts[i : i + each] for i in range(0, len(parts), each))
     return dealt
 
 
-def share_out(table: Sequence[Sequence[int]], parts: int, share_prefix: bool) -> list[list[int]]:
+def deal(table: Sequence[Row], parts: int, load: Load, budget: int | None = None) -> list[list[int]]:
+    """Row numbers of each part, those that count: padded rows by length, packed ones so that the parts have as many tokens."""
+    if not isinstance(load, Padded):
+        return share_out(table, parts, load.share_prefix, budget)
+    order = [row for row, (_, _, _, counts) in enumerate(table) if counts]
+    return stretches(table, sorted(order, key=lambda row: -table[row][0] - table[row][1]), parts, load)
+
+
+def share_out(table: Sequence[Row], parts: int, share_prefix: bool, budget: int | None = None) -> list[list[int]]:
     """
     Row numbers of each part, the largest units first, each to the lightest part.
 
-    Args:
-        table: [prompt tokens, completion tokens, group, whether it counts] of each row.
+    A group whose prompt is shared is one unit, or several where it is larger than a part or than the budget.
     """
     units: dict[int, list[int]] = {}
     for row, (_, _, group, counts) in enumerate(table):
@@ -63,6 +78,8 @@ def share_out(table: Sequence[Sequence[int]], parts: int, share_prefix: bool) ->
     for rows in units.values():
         n = min(len(rows), max(1, round(cost(rows) / target))) if target else 1
         by_length = sorted(rows, key=lambda row: -table[row][1])
+        while budget is not None and n < len(rows) and cost(by_length[::n]) > budget:
+            n += 1
         pieces.extend(by_length[i::n] for i in range(n))
     out: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts

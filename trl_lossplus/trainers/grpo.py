@@ -117,8 +117,7 @@ class GRPOPlusTrainer(Resumes):
         self.trims_left = has_rotary_positions(self.model)
         layouts.prepare(self)
         self.around_generation = generation.prepare(self, kwargs.get("rollout_func"))
-        self._warned_of_no_signal = False
-        self.used_spec = self.spec
+        self.used_spec, self._warned = self.spec, set[str]()
         warn_of_dropout(self.model, ratio_is_one=args.is_on_policy and not args.use_vllm)
 
     # The rollout.
@@ -175,8 +174,14 @@ class GRPOPlusTrainer(Resumes):
                 out["advantages"] = rollout.token_kl_advantages(out["advantages"], token_kl, mask, coef)
         if logps.cache_info().currsize and POLICY_LOSSES.get(spec.policy_loss).over_step is not None:
             out["logps_at_rollout"] = logps()  # which spares the first optimizer step a pass
-        self._log_groups(scored, num_generations)
+        rollout.log_groups(self, scored, num_generations)
         return out
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning the first time that it is said."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
 
     def reward_penalty(self, out: MicroBatch, penalty: Tensor | None) -> Tensor | None:
         """What is taken off the local rows' rewards (B,); `penalty` holds the KL in the reward, or None."""
@@ -204,21 +209,6 @@ class GRPOPlusTrainer(Resumes):
                 with told_once(self.accelerator.process_index):
                     self.kl_controller.update(shared.mean_kl, len(shared.kl))
 
-    def _log_groups(self, scored: rollout.ScoredRollout, num_generations: int) -> None:
-        if num_generations == 1:
-            return
-        metrics = rollout.group_metrics(scored, num_generations)
-        for name, value in metrics.items():
-            self.log_value(name, value)
-        self.replace_last("frac_reward_zero_std", metrics["group_reward/frac_flat"])
-        flat, kl = metrics["group_reward/frac_flat"] == 1.0, self.spec.kl_in_loss or self.spec.kl_in_reward
-        still = (
-            flat and scored.advantages is not None and not scored.advantages.any()
-        )  # (a shifted baseline moves flat groups too)
-        if still and not (kl or self.entropy_bonus_enabled or self._warned_of_no_signal):
-            self._warned_of_no_signal = True
-            logger.warning(rollout.NO_SIGNAL)
-
     # Windows and micro-batches.
 
     def cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -235,6 +225,7 @@ class GRPOPlusTrainer(Resumes):
             empty_rows=self.args.counts_empty_rows,
             normalization=normalization,
             drop_flat=self.spec.zero_std_groups == "drop",
+            more=None if self.token_budget is None else layouts.told_beside(self),
         )
         estimator_inputs.refuse_constant_rows(self, table.advantages)
         minibatch.cut_windows(micro_batches, table, per_window=per_window, world_size=self.accelerator.num_processes)
@@ -243,30 +234,51 @@ class GRPOPlusTrainer(Resumes):
         used = minibatch.normalize(micro_batches, table, normalization=normalization, scope=self.spec.advantage_norm_scope)
         if self.log_completions:
             self.show_advantages(used.tolist())
-        micro_batches = layouts.lay_out(self, micro_batches)
+        micro_batches = layouts.lay_out(self, micro_batches, table)
         mark_steps(micro_batches, per_window, self.accelerator.num_processes, self.spec, table.width)
         return micro_batches
 
     # The loss of one micro-batch.
 
     def micro_loss(self, model: nn.Module, inputs: MicroBatch) -> Tensor:
-        """This micro-batch's share of the optimizer step's loss; its statistics join the step's."""
-        train = self.mode == "train"
+        """
+        This micro-batch's share of the optimizer step's loss; its statistics join the step's.
+
+        Where it is cut into parts, the backward pass of all but the last is taken here, and the loss has the gradient of the last.
+        """
+        train, parts = self.mode == "train", minibatch.parts_of(inputs)
         entropy_coef = self.entropy_coefficient() if self.entropy_bonus_enabled else 0.0
         spec = replace(self.spec, beta=self.spec.beta * self.kl_factor, entropy_coef=entropy_coef)
         self.used_spec = spec
+        take_step(self, parts[0], spec)
+        before: Any = 0.0
+        for part in parts[:-1]:
+            with self.without_sync(model):
+                loss = self._part_loss(model, part, spec, len(parts))
+                if train:
+                    self.add_gradient(loss)
+            before = before + loss.detach()
+        loss = before + self._part_loss(model, parts[-1], spec, len(parts))
+        if not train or self.accelerator.sync_gradients:
+            self._share_step(train)
+        if not train:
+            self.end_step()
+        return loss
+
+    def _part_loss(self, model: nn.Module, inputs: MicroBatch, spec: LossSpec, parts: int) -> Tensor:
+        """The loss of one of a micro-batch's `parts`."""
+        train = self.mode == "train"
         micro_batches = self.current_gradient_accumulation_steps if train else 1
         window = inputs["window"]
         if train and not self.args.windows_are_exact:
             window = minibatch.scaled_window(window, micro_batches)
-        take_step(self, inputs, spec)
         batch, aux_loss = self._forward(model, inputs, spec)
         output = self.combine(batch, spec, window)
         if aux_loss is not None:
             output = output.with_term("aux", self.router_aux_loss_coef * aux_loss / micro_batches)
         statistics = self._statistics[self.mode]
         statistics.add(output.statistics)
-        statistics.add_terms(output, micro_batches)
+        statistics.add_terms(output, micro_batches * parts)
         if train and self.args.skip_still_rows:
             statistics.add(layouts.computed_rows(inputs))
         if self.args.probes != "off":
@@ -275,10 +287,6 @@ class GRPOPlusTrainer(Resumes):
             statistics.add(mask_statistics(own, inputs["completion_mask"], inputs["ended"]))
         if train:
             self.guard.see(output, inputs)
-        if not train or self.accelerator.sync_gradients:
-            self._share_step(train)
-        if not train:
-            self.end_step()
         return output.loss
 
     def _share_step(self, train: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from ..functional.errors import LossPlusError
 from ..loss import Statistic
 from .adapters import base_of
+from .budget import cost, least, row_facts, too_large
 from .checks import has_rotary_positions
-from .dealing import deal_windows
-from .minibatch import MicroBatch, trim
+from .dealing import deal, deal_windows
+from .minibatch import PARTS, MicroBatch, RowTable, trim
 from .packing import Packing, pack
+from .rollout_pass import ROWS
 from .segment_attention import OURS, REPLACED, install, packed_rows
 from .still_rows import what_moves_still_rows
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AUXILIARY = "the router's auxiliary loss depends on how rows are split"
 ATTENDS = ("full_attention", "sliding_attention")
 # How far log-probs may be apart on average, by the width of the numbers that the model computes in.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -79,16 +82,9 @@ class PackedForward:
         entropy = outputs.entropy
         return packing.scatter(outputs.log_probs[0]), None if entropy is None else packing.scatter(entropy[0])
 
-    def chunks(self, ids: Tensor, mask: Tensor, completion: int, rows: int) -> Iterator[Packing]:
-        """Rows (B, P + T) whose last `completion` columns are the completion, packed `rows` at a time."""
-        split = ids.shape[1] - completion
-        for part, seen in zip(ids.split(rows), mask.split(rows), strict=True):
-            yield pack(part[:, :split], seen[:, :split], part[:, split:], seen[:, split:], share_prefix=self.share_prefix)
-
     def pack(self, inputs: dict[str, Any]) -> Packing:
         """A micro-batch's rows, packed."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return pack(*(inputs[name] for name in names), share_prefix=self.share_prefix)
+        return pack(*(inputs[name] for name in ROWS), share_prefix=self.share_prefix)
 
 
 def why_not(model: nn.Module, *, is_vision: bool, auxiliary_loss: bool, any_length: bool) -> str | None:
@@ -108,7 +104,7 @@ def why_not(model: nn.Module, *, is_vision: bool, auxiliary_loss: bool, any_leng
     dropout = max((getattr(config, name, None) or 0.0) for name in ("attention_dropout", "attn_pdrop"))
     reasons = (
         (is_vision, "a vision-language model's rows carry images"),
-        (auxiliary_loss, "the router's auxiliary loss depends on how rows are split"),
+        (auxiliary_loss, AUXILIARY),
         (not has_rotary_positions(model), f"{config.model_type} has no rotary positions: padding moves its positions"),
         (bool(others), f"{config.model_type} has layers of kind {', '.join(others)}, which carry state from row to row"),
         (
@@ -180,6 +176,10 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
             reason = f"the {'auxiliary loss of the router' if auxiliary else 'entropy bonus'} acts on every row"
         if reason is not None:
             raise LossPlusError(f"skip_still_rows=True would change the gradient: {reason}. Set it to False.")
+    if args.max_tokens_per_microbatch is not None and (trainer.is_vision or auxiliary):
+        reason = "a vision-language model's rows carry images" if trainer.is_vision else AUXILIARY
+        raise LossPlusError(f"max_tokens_per_microbatch={args.max_tokens_per_microbatch}: {reason}. Leave it unset.")
+    trainer.token_budget = args.max_tokens_per_microbatch
     asked, policy = args.microbatch_layout, base_of(trainer.model)
     unfit = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")
     trainer.packed = choose(asked, trainer.packs_no_rows or unfit)
@@ -189,9 +189,15 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
                 trainer.packed.attach(model)
 
 
-def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+def told_beside(trainer: GRPOPlusTrainer) -> Callable[[MicroBatch], Tensor]:
+    """What every process tells of its rows for `lay_out`: (B, 3), see `budget.row_facts`. Whitening may move a row that was still."""
+    exact = trainer.token_budget is None or trainer.spec.advantage_normalization == "none"
+    return row_facts(trainer.trims_left, trainer.mode == "train" and trainer.args.skip_still_rows and exact)
+
+
+def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch], table: RowTable) -> list[MicroBatch]:
     """
-    A rollout's micro-batches as they are run: without rows that move no weight, balanced, trimmed, packed.
+    A rollout's micro-batches as they are run: without rows that move no weight, balanced, cut by the budget, trimmed, packed.
 
     Rows change their micro-batch only within an optimizer step, and not where something is taken over each micro-batch alone.
 
@@ -201,21 +207,54 @@ def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch]) -> list[M
     args = trainer.args
     deals = args.windows_are_exact and args.top_entropy_quantile == 1.0
     per_window = args.gradient_accumulation_steps if deals else 1
-    train, packed, skip = trainer.mode == "train", trainer.packed, args.skip_still_rows
-    if train and (packed is not None or skip):
+    train, packed, budget = trainer.mode == "train", trainer.packed, trainer.token_budget
+    skip = train and args.skip_still_rows
+    parts = [[micro] for micro in micro_batches]
+    if budget is not None or skip or train and packed is not None:
         rows = sum(len(micro["prompt_ids"]) for micro in micro_batches)
-        shares = packed is not None and packed.share_prefix
-        micro_batches = deal_windows(micro_batches, per_window=per_window, drop_still=skip, share_prefix=shares)
-        for micro in micro_batches:
-            micro["rows_dealt"] = rows / len(micro_batches)
-    trim(micro_batches, left=trainer.trims_left, multiple=trainer.padded_multiple)
-    if packed is None:
-        return micro_batches
-    for micro in micro_batches:
-        micro["packing"] = packed.pack(micro)
-    if train and not packed.proven:
-        _prove(trainer, packed, micro_batches[0])
-    return micro_batches
+        parts = deal_windows(
+            micro_batches,
+            per_window=per_window,
+            facts=told_beside(trainer),
+            drop_still=skip,
+            load=trainer.load,
+            cuts=None if budget is None else _cuts(trainer, budget, table, len(micro_batches), per_window),
+            budget=budget,
+        )
+        for micro in parts:
+            for part in micro:
+                part["rows_dealt"] = rows / len(parts) / len(micro)
+    every = [part for micro in parts for part in micro]
+    trim(every, left=trainer.trims_left, multiple=trainer.padded_multiple)
+    if packed is not None:
+        for part in every:
+            part["packing"] = packed.pack(part)
+        if train and not packed.proven:
+            _prove(trainer, packed, every[0])
+    return [micro[0] if len(micro) == 1 else {PARTS: micro} for micro in parts]
+
+
+def _cuts(trainer: GRPOPlusTrainer, budget: int, table: RowTable, micro_batches: int, per_window: int) -> list[int]:
+    """
+    Into how many parts each micro-batch of a window is cut, by window: as few as keep every part of every process within the budget.
+
+    So every process runs as many, without a word more to the others.
+    """
+    prompt, completion, counts = cast(Tensor, table.more).unbind(1)
+    rows = torch.stack([prompt, completion, table.group, counts], 1).tolist()
+    load, processes = trainer.load, trainer.accelerator.num_processes
+    each, size = len(rows) // processes, per_window * (len(rows) // processes // micro_batches)
+    longest = max((cost(rows, [row], load) for row in range(len(rows))), default=0)
+    if longest > budget and trainer.accelerator.is_main_process:
+        trainer.warn_once(f"max_tokens_per_microbatch={budget}: some rows are longer; each of them is run alone.")
+
+    def window(first: int) -> int:
+        of_all = [rows[at + first : at + first + size] for at in range(0, len(rows), each)]
+        return least(
+            lambda n: not any(too_large(some, deal(some, n * per_window, load, budget), budget, load) for some in of_all)
+        )
+
+    return [window(first) for first in range(0, each, size)]
 
 
 def computed_rows(micro: MicroBatch) -> dict[str, Statistic]:
@@ -226,13 +265,15 @@ def computed_rows(micro: MicroBatch) -> dict[str, Statistic]:
 
 def _prove(trainer: GRPOPlusTrainer, packed: PackedForward, micro: MicroBatch) -> None:
     packed.proven = True
+    width = micro["prompt_ids"].shape[1] + micro["completion_ids"].shape[1]
+    some = slice(0, None if trainer.token_budget is None else max(trainer.token_budget // width, 1))
     with trainer.for_rollout_pass():
-        ours = trainer.policy_forward(trainer.model, micro)[0]
+        ours = trainer.policy_forward(trainer.model, micro)[0][some]
         trainer.packed = None
-        theirs = trainer.policy_forward(trainer.model, {**micro, "packing": None})[0]
+        theirs = trainer.policy_forward(trainer.model, {name: micro[name][some] for name in ROWS})[0]
         trainer.packed = packed
-    gather, dtype = trainer.accelerator.gather, trainer.compute_dtype
-    wrong = difference(ours, theirs, micro["completion_mask"].bool(), dtype, lambda x: gather(x.reshape(1)).amax())
+    gather, dtype, mask = trainer.accelerator.gather, trainer.compute_dtype, micro["completion_mask"][some].bool()
+    wrong = difference(ours, theirs, mask, dtype, lambda x: gather(x.reshape(1)).amax())
     if wrong is not None:
         asked = trainer.args.microbatch_layout
         raise LossPlusError(f"microbatch_layout={asked!r} is not exact for this model: {wrong}. Take padded.")

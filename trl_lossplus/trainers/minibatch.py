@@ -16,6 +16,7 @@ from ..spec import LossSpec
 from .normalize import scope_keys, sets_of_rows, whiten_rows
 
 MicroBatch = dict[str, Any]
+PARTS = "parts"  # key of the parts that a micro-batch is run in, where it is cut into several
 KEEP = "sampler_keep"  # key of a (B, T) bool: False for the tokens that rollout_rs rejects
 
 # Tensors along the completion, and along prompt and completion together, that trimming shortens.
@@ -27,6 +28,11 @@ COMPLETION = (
 WHOLE = ("token_type_ids", "mm_token_type_ids")
 # What the forward passes of the loss gave, where a micro-batch holds it already.
 PASSES = ("logps", "entropies", "aux_loss")
+
+
+def parts_of(micro: MicroBatch) -> list[MicroBatch]:
+    """What is run of a micro-batch, one after the other."""
+    return micro.get(PARTS, [micro])
 
 
 def token_mask(micro: MicroBatch) -> Tensor:
@@ -80,7 +86,7 @@ class RowTable(NamedTuple):
 
     row: its number in generation order. window: number of its optimizer step. tokens: valid ones. counted: counts as a row. advantages:
     moments of its advantages over the tokens that normalization looks at. first: where this process's rows begin. width: columns of the
-    longest completion.
+    longest completion. more: (N, k), what `row_table` was asked to tell beside.
     """
 
     row: Tensor
@@ -91,6 +97,7 @@ class RowTable(NamedTuple):
     advantages: Moments
     first: int
     width: int
+    more: Tensor | None = None
 
 
 def row_table(
@@ -102,6 +109,7 @@ def row_table(
     empty_rows: bool,
     normalization: str,
     drop_flat: bool,
+    more: Callable[[MicroBatch], Tensor] | None = None,
 ) -> RowTable:
     """
     Adds `loss_mask` to each micro-batch and tells every process of its rows (the one collective of this file).
@@ -113,6 +121,7 @@ def row_table(
         empty_rows: whether rows without valid tokens count as rows; those of which every token was rejected never do.
         normalization: none, rollout (flat groups are normalized with the others even if dropped) or learner.
         drop_flat: rows of groups without spread leave the loss and never count.
+        more: further numbers (B, k) of a micro-batch's rows.
     """
     columns: list[Tensor] = []
     for i, micro in enumerate(micro_batches):
@@ -127,12 +136,12 @@ def row_table(
         width = torch.full_like(tokens, mask.shape[1])
         window = torch.full_like(tokens, i // per_window)
         facts = (micro["row"], window, micro["group_ids"], tokens, counted, width, *advantages)
-        columns.append(torch.stack([fact.float() for fact in facts], 1))
+        columns.append(torch.cat([torch.stack([fact.float() for fact in facts], 1), *([more(micro)] if more else [])], 1))
     mine = torch.cat(columns)
     everyone = gather(mine).cpu().double()
     row, window, group, tokens, counted, width = everyone[:, :6].long().unbind(1)
-    moments = Moments(*everyone[:, 6:].unbind(1))
-    return RowTable(row, window, group, tokens, counted, moments, process * len(mine), int(width.max()))
+    moments, told = Moments(*everyone[:, 6:9].unbind(1)), everyone[:, 9:].long() if more else None
+    return RowTable(row, window, group, tokens, counted, moments, process * len(mine), int(width.max()), told)
 
 
 def cut_windows(micro_batches: Sequence[MicroBatch], table: RowTable, *, per_window: int, world_size: int) -> None:
@@ -191,6 +200,12 @@ def normalize(micro_batches: Sequence[MicroBatch], table: RowTable, *, normaliza
             micro["advantages"] = whiten_rows(as_tokens(micro["advantages"]).expand(over.shape).float(), over, own)
         means = whiten_rows(means.unsqueeze(-1), (table.advantages.n > 0).unsqueeze(-1), sets).squeeze(-1)
     return (means * (table.tokens > 0))[table.row.argsort()]
+
+
+def moving_rows(micro: MicroBatch) -> Tensor:
+    """Rows with a token in the loss whose advantage is not 0: (B,) bool."""
+    advantages = as_tokens(micro["advantages"]).expand(micro["loss_mask"].shape)
+    return ((advantages != 0) & micro["loss_mask"]).any(1)
 
 
 def as_tokens(advantages: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,10 +20,12 @@ from ..functional.masking import select
 from ..loss import LossOutput, compute_loss
 from ..ppo_config import PPOPlusConfig
 from ..spec import LossSpec
+from .budget import Padded
 from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, without_critic
 from .grpo import GRPOPlusTrainer
 from .minibatch import PASSES, MicroBatch
-from .value_pass import checkpointed_layers, values_at_tokens, values_by_length, whole
+from .rollout_pass import Chunk, placed
+from .value_pass import checkpointed_layers, values_at_tokens, whole
 
 
 class PPOPlusTrainer(GRPOPlusTrainer):
@@ -55,7 +56,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         self._refuse_vision()
         self.critic = self._build_critic(model)
-        self._seen_values: Tensor | None = None
+        self._seen_values: tuple[list[Tensor], list[Chunk] | None] | None = None
         if args.critic_gradient_checkpointing is False and args.gradient_checkpointing and not checkpointed_layers(self.model):
             raise LossPlusError(
                 f"critic_gradient_checkpointing=False: the layers of a {type(base_of(self.model)).__name__} cannot be told apart from "
@@ -125,12 +126,12 @@ class PPOPlusTrainer(GRPOPlusTrainer):
 
     # Values.
 
-    def around_logps(self, take: Callable[[], Any]) -> Any:
+    def around_logps(self, take: Callable[[], Any], parts: list[Chunk] | None = None) -> Any:
         """With a shared critic, values come with the policy's log-probs, and are kept for who asks next."""
-        if not isinstance(self.critic, SharedCritic):
+        if not isinstance(self.critic, SharedCritic) or self.critic.watching:
             return take()
         result, values = self.critic.watch(take)
-        self._seen_values = self._seen_values if values is None else values
+        self._seen_values = (values, parts) if values else self._seen_values
         return result
 
     def rollout_logps(self, rollout: MicroBatch) -> Tensor:
@@ -141,23 +142,34 @@ class PPOPlusTrainer(GRPOPlusTrainer):
     def passes(self, model: nn.Module, inputs: MicroBatch) -> MicroBatch:
         """Also values (B, T) of the states before the tokens, and next_values (B,) of those after the last."""
         taken = super().passes(model, inputs)
-        seen = self._take_seen_values()
-        values = self.critic.values(model, *whole(inputs)) if seen is None else seen
-        return taken | self._by_token(values_at_tokens(values, inputs["prompt_ids"].shape[1]), inputs)
+        seen = self._take_seen_values(inputs)
+        if seen is None:
+            seen = values_at_tokens(self.critic.values(model, *whole(inputs)), inputs["prompt_ids"].shape[1])
+        return taken | self._by_token(seen, inputs)
 
     def _rollout_values(self, out: MicroBatch) -> MicroBatch:
         """The same without gradient: from the pass that took the rollout's log-probs, or from one of the critic's own."""
-        seen = self._take_seen_values()
+        seen = self._take_seen_values(out)
         if seen is not None:
-            return self._by_token(values_at_tokens(seen, out["prompt_ids"].shape[1]), out)
+            return self._by_token(seen, out)
         with self.for_rollout_pass():
-            take = partial(self.critic.values, self.model)
-            rows, left = self.rows_per_pass, self.trims_left
-            return self._by_token(values_by_length(take, out, rows, left=left, multiple=self.padded_multiple), out)
+            parts = self.rollout_chunks(out, self.rows_per_pass, Padded(self.padded_multiple))
+            values = [self.critic.values(self.model, *whole(chunk)) for _, chunk in parts]
+            return self._by_token(self._placed(values, parts, out), out)
 
-    def _take_seen_values(self) -> Tensor | None:
+    def _take_seen_values(self, rows: MicroBatch) -> Tensor | None:
+        """(B, T + 1) values that came with a pass over these rows; each is taken once."""
         seen, self._seen_values = self._seen_values, None
-        return seen
+        if seen is None:
+            return None
+        values, parts = seen
+        return self._placed(values, parts, rows) if parts else values_at_tokens(torch.cat(values), rows["prompt_ids"].shape[1])
+
+    @staticmethod
+    def _placed(values: list[Tensor], parts: list[Chunk], rows: MicroBatch) -> Tensor:
+        """(B, T + 1) values at the tokens, from those of each chunk (b, p + c)."""
+        found = [values_at_tokens(one, chunk["prompt_ids"].shape[1]) for one, (_, chunk) in zip(values, parts, strict=True)]
+        return placed(parts, found, (len(rows["completion_ids"]), rows["completion_ids"].shape[1] + 1))
 
     @staticmethod
     def _by_token(values: Tensor, rows: MicroBatch) -> MicroBatch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from ..registry import ADVANTAGE_ESTIMATORS
 from ..spec import LossSpec
 from .normalize import sets_of_rows, whiten_rows
 from .token_rewards import TokenRewards
+
+if TYPE_CHECKING:
+    from .grpo import GRPOPlusTrainer
+
+logger = logging.getLogger(__name__)
 
 NO_SIGNAL = (
     "No signal: in every group of this rollout all completions got the same reward, so every advantage is 0 and the weights do not "
@@ -186,3 +192,17 @@ def refuse_infinite(rewards: Tensor, names: Sequence[str]) -> None:
             f"reward function {names[column]!r} returned {rewards[row, column].item()} for completion {row} of {len(rewards)}: a "
             "reward must be a finite number, or None where the completion cannot be scored."
         )
+
+
+def log_groups(trainer: GRPOPlusTrainer, scored: ScoredRollout, num_generations: int) -> None:
+    """Logs `group_metrics`; warns once where nothing can move the weights."""
+    if num_generations == 1:
+        return
+    metrics = group_metrics(scored, num_generations)
+    for name, value in metrics.items():
+        trainer.log_value(name, value)
+    trainer.replace_last("frac_reward_zero_std", metrics["group_reward/frac_flat"])
+    flat, acts = metrics["group_reward/frac_flat"] == 1.0, trainer.spec.kl_in_loss or trainer.spec.kl_in_reward
+    still = flat and scored.advantages is not None and not scored.advantages.any()  # (a shifted baseline moves flat groups too)
+    if still and not (acts or trainer.entropy_bonus_enabled):
+        trainer.warn_once(NO_SIGNAL)

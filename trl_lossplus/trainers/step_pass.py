@@ -18,7 +18,7 @@ from ..batch import IDS, LossBatch
 from ..over_step import apart, join, over_step
 from ..registry import POLICY_LOSSES
 from ..spec import LossSpec
-from .minibatch import MicroBatch, loss_batch
+from .minibatch import MicroBatch, loss_batch, parts_of
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -34,10 +34,12 @@ def mark_steps(micro_batches: Sequence[MicroBatch], per_window: int, processes: 
     Args:
         micro_batches: one process's, trimmed, in the order of use. width: columns of the longest completion of all processes.
     """
-    if POLICY_LOSSES.get(spec.policy_loss).over_step is None or per_window * processes == 1:
-        return  # a step that is one micro-batch needs nothing from elsewhere
+    if POLICY_LOSSES.get(spec.policy_loss).over_step is None:
+        return
     for i in range(0, len(micro_batches), per_window):
-        micro_batches[i] |= {LATER: micro_batches[i + 1 : i + per_window], WIDTH: width}
+        first, *later = [part for micro in micro_batches[i : i + per_window] for part in parts_of(micro)]
+        if later or processes > 1:  # else the step needs nothing from elsewhere
+            first |= {LATER: later, WIDTH: width}
 
 
 def take_step(trainer: GRPOPlusTrainer, inputs: MicroBatch, spec: LossSpec) -> None:

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from .budget import Load, Packed, Padded
 from .failures import rewards_of_all
 from .layouts import PackedForward
 from .minibatch import MicroBatch
 from .packing import Packing
+from .rollout_pass import Chunk, chunks, placed
 
 FORWARD_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
@@ -121,6 +124,8 @@ class RolloutPasses(HeldState):
     num_generations: int
     num_generations_eval: int
     packed: PackedForward | None = None  # how rows are packed, None where they are padded
+    token_budget: int | None = None  # tokens of a forward pass at most, see max_tokens_per_microbatch
+    trims_left = False  # whether padding on the left can be taken away
     greedy = False  # whether greedy completions are being generated; a rollout_func reads it
 
     def policy_forward(
@@ -135,7 +140,7 @@ class RolloutPasses(HeldState):
         """
         Log-probs and entropies (B, T) of the completion tokens, and the auxiliary loss of a mixture of experts.
 
-        `batch_size` rows at a time, all at once if None.
+        `batch_size` rows at a time or as many as the budget allows, all at once if None.
         """
         if inputs.get("packing") is not None:
             return *self.score(model, inputs["packing"]), None
@@ -155,6 +160,76 @@ class RolloutPasses(HeldState):
         """Log-probs and entropies (B, T) of packed rows; a reference model of its own gives no entropies."""
         with self.accelerator.autocast():
             return cast(PackedForward, self.packed).score(model, packing)
+
+    def around_logps(self, take: Callable[[], Any], parts: list[Chunk] | None = None) -> Any:
+        """
+        Called around every pass that takes log-probs, TRL's and ours, of the policy and of the reference; gives its result.
+
+        `parts`: what the pass goes over, a forward pass each; None: the rows in order.
+        """
+        return take()
+
+    @property
+    def load(self) -> Load:
+        """What rows cost in tokens."""
+        return Padded(self.padded_multiple) if self.packed is None else Packed(self.packed.share_prefix)
+
+    def rollout_chunks(self, rollout: MicroBatch, rows: int, load: Load) -> list[Chunk]:
+        """A rollout's rows as they are run, `rows` at a time or by the budget."""
+        return chunks(
+            rollout,
+            rows=rows,
+            load=load,
+            left=self.trims_left,
+            multiple=self.padded_multiple,
+            budget=self.token_budget,
+            most=self._most,
+        )
+
+    def _most(self, number: int) -> int:
+        """The largest of a number over processes."""
+        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+
+    def _by_chunks(
+        self, model: torch.nn.Module, ids: Tensor, mask: Tensor, width: int, rows: int, compute_entropy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's pass over a rollout, by chunks of ours: log-probs and entropies (B, T)."""
+        split = ids.shape[1] - width
+        columns = {"prompt": slice(0, split), "completion": slice(split, None)}
+        rollout = {f"{name}_{x}": t[:, at] for name, at in columns.items() for x, t in (("ids", ids), ("mask", mask))}
+        parts = self.rollout_chunks(rollout, rows, self.load)
+        for _, chunk in parts if self.packed is not None else []:
+            chunk["packing"] = cast(PackedForward, self.packed).pack(chunk)
+
+        def take() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+            return [self.policy_forward(model, chunk, compute_entropy=compute_entropy) for _, chunk in parts]
+
+        logps, entropies, _ = zip(*self.around_logps(take, parts), strict=True)
+        whole = partial(placed, parts, shape=(len(ids), width))
+        return whole(logps), whole(entropies) if compute_entropy else None, None
+
+    @contextmanager
+    def without_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Backward passes within it add to the gradient; they neither wait for other processes nor let DeepSpeed step."""
+        if not self.accelerator.sync_gradients:  # so it is without us
+            yield
+            return
+        state, context = self.accelerator.gradient_state, self.accelerator.no_sync(model)
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            context = nullcontext()  # as transformers: DeepSpeed is told by sync_gradients
+        elif self.is_distributed_loading_by_transformers and is_fsdp_managed_module(self.model):
+            context = self._defer_fsdp_gradient_reduction()
+        with context:
+            state._set_sync_gradients(False)
+            try:
+                yield
+            finally:
+                state._set_sync_gradients(True)
+
+    def add_gradient(self, loss: Tensor) -> None:
+        """The backward pass of a part of a micro-batch, as transformers runs a whole one's."""
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
     def rollout_logps(self, rollout: MicroBatch) -> Tensor:
         """
@@ -189,7 +264,7 @@ class RolloutPasses(HeldState):
 
         base.forward = forward
         try:
-            with self.for_rollout_pass(), replaced(self, {"packed": None}):
+            with self.for_rollout_pass(), replaced(self, {"packed": None, "token_budget": None}):
                 logps = self.policy_forward(self.model, rollout, batch_size=self.rows_per_pass)[0]
         finally:
             base.forward = before
@@ -230,6 +305,11 @@ class RolloutPasses(HeldState):
         with torch.random.fork_rng(**random), replaced(self, ours), replaced(sampler, theirs):
             yield
         self.state.num_input_tokens_seen = seen
+
+    @property
+    def padded_multiple(self) -> int:
+        """TRL's pad_to_multiple_of as a number."""
+        return int(self.pad_to_multiple_of or 1)
 
     @property
     def rows_per_pass(self) -> int:

@@ -123,10 +123,6 @@ class TRLSeam(RolloutPasses):
         """The scalar to be differentiated for one micro-batch."""
         raise NotImplementedError
 
-    def around_logps(self, take: Callable[[], Any]) -> Any:
-        """Called around every pass that takes log-probs, TRL's and ours, of the policy and of the reference; gives its result."""
-        return take()
-
     def save_plus_state(self, checkpoint: str) -> None:
         """Called on the saving process with the checkpoint's folder."""
 
@@ -253,12 +249,11 @@ class TRLSeam(RolloutPasses):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.packed is None:
+        if self.packed is None and (self.token_budget is None or batch_size is None):
             args = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy)
             return self.around_logps(partial(super()._get_per_token_logps_and_entropies, *args, **others))
-        parts = self.packed.chunks(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
-        logps, entropies = zip(*(self.score(model, packing) for packing in parts), strict=True)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+        rows = batch_size or len(input_ids)
+        return self._by_chunks(model, input_ids, attention_mask, logits_to_keep, rows, compute_entropy)
 
     # What hooks need of TRL's state, under public names.
     @property
@@ -286,11 +281,6 @@ class TRLSeam(RolloutPasses):
     def group_size(self) -> int:
         """Completions a prompt, in training or evaluation."""
         return self.num_generations if self.model.training else self.num_generations_eval
-
-    @property
-    def padded_multiple(self) -> int:
-        """TRL's pad_to_multiple_of as a number."""
-        return int(self.pad_to_multiple_of or 1)
 
     def log_value(self, name: str, value: float) -> None:
         """One value of a metric; TRL logs the mean of those since the last log."""

@@ -1,24 +1,20 @@
 """
-What a critic's forward pass leaves out: padding, and checkpoints that save no memory.
+Where values stand in a critic's forward pass, and what it leaves out: checkpoints that save no memory.
 
-Padding: rows of like length are taken together, each chunk trimmed to its own longest row; exact where `minibatch.trim` is.
-
-Checkpoints: the critic's forward pass is the last before the backward pass, which begins with the critic's last layer. Recomputing that
+The critic's forward pass is the last before the backward pass, which begins with the critic's last layer. Recomputing that
 layer would make again what was thrown away a moment before, at the same peak; so it keeps what it saved. No number changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .minibatch import MicroBatch, trim
-
-ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+from .minibatch import MicroBatch
 
 
 def values_at_tokens(values: Tensor, prompt_length: int) -> Tensor:
@@ -39,30 +35,6 @@ def whole(rows: MicroBatch) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompt and completion: (B, P + C) each."""
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
     return ids, torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
-
-
-def values_by_length(
-    take: Callable[[Tensor, Tensor], Tensor], rollout: MicroBatch, rows: int, *, left: bool, multiple: int = 1
-) -> Tensor:
-    """
-    A pass over a rollout, `rows` rows of like length at a time.
-
-    Args:
-        take: from ids and attention mask (b, p + c) to values (b, p + c).
-        left, multiple: as for `minibatch.trim`.
-
-    Returns:
-        (B, C + 1), as `values_at_tokens`; 0 after the longest row of each chunk.
-    """
-    lengths = rollout["prompt_mask"].sum(1) + rollout["completion_mask"].sum(1)
-    order = lengths.argsort(stable=True).split(rows)
-    chunks = [{name: rollout[name][part] for name in ROWS} for part in order]
-    trim(chunks, left=left, multiple=multiple)
-    values = torch.zeros(len(lengths), rollout["completion_ids"].shape[1] + 1, device=lengths.device)
-    for part, chunk in zip(order, chunks, strict=True):
-        found = values_at_tokens(take(*whole(chunk)), chunk["prompt_ids"].shape[1])
-        values[part, : found.shape[1]] = found
-    return values
 
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
