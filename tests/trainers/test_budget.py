@@ -31,7 +31,7 @@ def test_stretches_within_a_cap_and_of_a_number():
     assert cut(TABLE, range(5), 10, Packed(False)) == [[0], [1, 2], [3], [4]]
     assert stretches(TABLE, range(5), 3, Packed(False)) == [[0], [1, 2], [3, 4]]  # 7, 4 + 5, 11 + 5
     assert stretches(TABLE, range(2), 3, Packed(False)) == [[0], [1], []]
-    assert [len(part) for part in stretches([[1, 0, 0, 1]] * 5, range(5), 4, Padded())] == [1, 1, 1, 2]  # no part without a row
+    assert [len(part) for part in stretches([[1, 0, 0, 1]] * 5, range(5), 4, Padded())] == [1, 1, 2, 1]  # no part without a row
 
 
 @pytest.mark.parametrize("load", [Padded(), Packed(False), Packed(True)])
@@ -122,9 +122,9 @@ def test_a_row_over_the_budget_is_run_alone(toy, tmp_path, whole, caplog, layout
 
 
 def edge_rollout(prompts, trainer):
-    """Prompts of 1 to 4 tokens; completions that are empty, end with the padding token, hold it, or end by nothing; groups alike."""
+    """Prompts of 1 to 4 tokens; completions that are an end token alone, end with the padding token, hold it, or end by nothing; groups alike."""
     end = trainer.processing_class.eos_token_id
-    completions = [[], [5, 6, end], [7, end, 8, 9], [5, 5, 5, 5, 5, 5]]
+    completions = [[end], [5, 6, end], [7, end, 8, 9], [5, 5, 5, 5, 5, 5]]
     place = [(trainer.accelerator.process_index * len(prompts) + i) for i in range(len(prompts))]
     return {
         "prompt_ids": [[4 + (i // trainer.num_generations) % 3] * (1 + i // trainer.num_generations % 4) for i in place],
@@ -140,8 +140,8 @@ def pad_is_end(toy):
 
 
 EDGES = {
-    "pad is end, empty completions": {},
-    "rows that were cut off are out": {"mask_truncated_completions": True, "loss_aggregation": "seq_mean_token_mean"},
+    "pad is end": {},
+    "rows that were cut off are empty": {"mask_truncated_completions": True, "loss_aggregation": "seq_mean_token_mean"},
     "groups without spread are out": {"zero_std_groups": "drop"},
 }
 
