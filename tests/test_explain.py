@@ -745,7 +745,7 @@ def test_misspelt_keys_of_a_file(tmp_path, capsys):
     [
         (
             ["explan"],
-            "command='explan' is not known. Did you mean 'explain'? Allowed: check, doctor, explain, list, memory, replay, report, snapshot.",
+            "command='explan' is not known. Did you mean 'explain'? Allowed: check, doctor, explain, list, memory, new, replay, report, snapshot.",
         ),
         (["explain", "--kl_reward_coeff", "1"], "--kl_reward_coeff is not known. Did you mean --kl_reward_coef? `trl-lossplus "),
         (["explain", "--polisy-loss=gspo"], "--polisy-loss is not known. Did you mean --policy_loss?"),

@@ -290,6 +290,7 @@ def _from(module: str, function: str) -> Callable[[Sequence[str]], int]:
 
 
 COMMANDS: dict[str, Command] = {
+    "new": Command("a project to start from: script, configuration, reward and its test", _from("new", "main")),
     "explain": Command("the loss of a configuration in words, with every warning", run_explain),
     "snapshot": Command("look at a snapshot, or what differs between two", _from("snapshots.command", "snapshot_main")),
     "check": Command("every number of a toy run a second time, by hand", _from("check.run", "main")),

@@ -81,7 +81,18 @@ SHAPES = {
     "14B": Shape(5120, 48, 13824, 152064, 1024),
     "32B": Shape(5120, 64, 27648, 152064, 1024),
     "70B": Shape(8192, 80, 28672, 128256, 1024),
+    "Llama-3.2-1B": Shape(2048, 16, 8192, 128256, 512, tied=True),
+    "Llama-3.2-3B": Shape(3072, 28, 8192, 128256, 1024, tied=True),
+    "Llama-3.1-8B": Shape(4096, 32, 14336, 128256, 1024),
 }
+
+
+def _known(name: str) -> str:
+    """The entry of `SHAPES` that a hub name of Qwen's or Meta's stands for, or the name itself."""
+    owner, _, short = name.rpartition("/")
+    short = short.removesuffix("-Instruct")
+    sizes = {"Qwen": short.removeprefix("Qwen2.5-"), "meta-llama": short}
+    return sizes.get(owner, name) if sizes.get(owner) in SHAPES else name
 
 
 def shape_of(model: str | Any) -> Shape:
@@ -94,8 +105,8 @@ def shape_of(model: str | Any) -> Shape:
     if isinstance(model, Shape):
         return model
     if isinstance(model, str):
-        if model in SHAPES:
-            return SHAPES[model]
+        if _known(model) in SHAPES:
+            return SHAPES[_known(model)]
         from transformers import AutoConfig
 
         try:
@@ -275,8 +286,15 @@ def gib(size: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`trl-lossplus memory`: prints the report. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trl-lossplus memory", description="The memory of a training step, by parts.")
+    """`trl-lossplus memory`: prints the report, or with --config that of a recipe. Returns the exit status."""
+    if any(word.split("=")[0] == "--config" for word in arguments):
+        from .memory_config import main as of_a_recipe
+
+        return of_a_recipe(arguments)
+    parser = argparse.ArgumentParser(
+        prog="trl-lossplus memory",
+        description="The memory of a training step, by parts; with --config that of a recipe (--config FILE --help).",
+    )
     parser.add_argument("--model", required=True, help=f"{', '.join(SHAPES)}, a path or a hub name")
     for name, value in vars(Setup()).items():
         kind = (lambda word: word.lower() in ("true", "1", "yes")) if isinstance(value, bool) else type(value)
