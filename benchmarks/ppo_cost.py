@@ -15,7 +15,7 @@ process, the variants take turns, and what is shown is the least over all rounds
 in CPU seconds, which it disturbs less than wall seconds. Beside it the multiplications and additions of the step's matrix products
 (torch's FlopCounterMode; attention's own are not among them), which nothing disturbs.
 
-`kept` is the adapter critic with `critic_gradient_checkpointing` off.
+`trl` is the installed TRL's GRPOTrainer. `kept` is the adapter critic with `critic_gradient_checkpointing` off.
 
 What is counted as memory: tensors, as a GPU's peak of allocated memory would be: parameters, buffers and optimizer state, and on top
 of them the peak of what torch allocates and has not freed during one step (torch.profiler's record of each allocation). Beside it
@@ -45,6 +45,7 @@ if __name__ == "__main__":  # the repository's root, not this folder, is where i
 
 ROWS, GENERATIONS, PROMPT, COMPLETION = 16, 4, 32, 64
 VARIANTS: dict[str, dict[str, Any]] = {
+    "trl": {},
     "grpo": {},
     "adapter": {"critic": "adapter"},
     "kept": {"critic": "adapter", "critic_gradient_checkpointing": False},
@@ -90,6 +91,7 @@ def build(variant: str, settings: dict[str, Any], folder: str) -> Any:
     """A trainer of the variant."""
     from datasets import Dataset
     from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
 
     from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, PPOPlusConfig, PPOPlusTrainer
     from trl_lossplus.toy import FILLERS, TOY_LORA, save_toy
@@ -104,7 +106,8 @@ def build(variant: str, settings: dict[str, Any], folder: str) -> Any:
         "logging_steps": 1, "seed": 0, "num_generations": GENERATIONS, "per_device_train_batch_size": ROWS,
         "max_completion_length": COMPLETION, "max_steps": WARM + TIMED, "learning_rate": 1e-5, **settings,
     }  # fmt: skip
-    config, trainer = (GRPOPlusConfig, GRPOPlusTrainer) if variant == "grpo" else (PPOPlusConfig, PPOPlusTrainer)
+    grpo: dict[str, Any] = {"trl": (GRPOConfig, GRPOTrainer), "grpo": (GRPOPlusConfig, GRPOPlusTrainer)}
+    config, trainer = grpo.get(variant, (PPOPlusConfig, PPOPlusTrainer))
     return trainer(
         model=save_toy(f"{folder}/toy", hidden_size=256, num_layers=4),
         reward_funcs=spread_reward,
@@ -142,13 +145,14 @@ def mark_forward(trainer: Any) -> None:
     """Gives the forward pass of each micro-batch a name in the profile."""
     import torch
 
-    inner = trainer.micro_loss
+    name = "micro_loss" if hasattr(trainer, "micro_loss") else "_compute_loss"
+    inner = getattr(trainer, name)
 
     def marked(*inputs: Any) -> Any:
         with torch.profiler.record_function(FORWARD):
             return inner(*inputs)
 
-    trainer.micro_loss = marked
+    setattr(trainer, name, marked)
 
 
 def measure(variant: str, settings: dict[str, Any]) -> dict[str, float]:
@@ -249,7 +253,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--variants", nargs="+", default=["grpo", "adapter", "kept", "shared"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["trl", "grpo", "adapter", "kept", "shared"], choices=VARIANTS)
     parser.add_argument("--only", type=int, help="the setting of this number alone")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -259,7 +263,8 @@ def main() -> int:
     for number, (title, settings) in enumerate(SETTINGS.items()):
         if words.only not in (None, number):
             continue
-        variants = [name for name in words.variants if name != "kept" or settings["gradient_checkpointing"]]
+        lacking = {"kept": not settings["gradient_checkpointing"], "trl": "kl_placement" in settings}
+        variants = [name for name in words.variants if not lacking.get(name)]
         rounds = [{variant: in_a_process(variant, settings) for variant in variants} for _ in range(words.rounds)]
         print("\n".join(table(title, rounds)), flush=True)
     print("bounds (issue 3): " + "; ".join(f"{name} {time_}x time, {memory}x memory" for name, (time_, memory) in BOUNDS.items()))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .functional.errors import LossPlusError, unknown_name
+from .trainers.frozen_head import TILE_TOKENS, TILE_VOCABULARY, tokens_at_once
 
 METHODS = ("full", "LoRA", "QLoRA")
 CRITICS = ("none", "shared", "adapter", "model")
@@ -22,10 +23,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 # Saved for the backward pass of one decoder layer, a token: numbers of the hidden size and of the intermediate size.
 LAYER_HIDDEN, LAYER_INTERMEDIATE = 10, 4
-# TRL's LM head works on tiles of at most this many tokens and vocabulary entries, in float32. Its Triton kernel needs one tile; its
-# torch version, which runs where there is no Triton, makes nine.
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
-TILES = {"cuda": 1, "cpu": 9}
+# On a GPU TRL's LM head needs one tile of at most this many tokens and vocabulary entries, in float32.
+GPU_TILE = (4096, 32768)
+DEVICES = ("cuda", "cpu")
 # bitsandbytes NF4: 4 bits, and with double quantization 0.127 for the scales.
 QUANTIZED = (4 + 0.127) / 8
 
@@ -169,7 +169,7 @@ class Setup:
             ("method", self.method, METHODS),
             ("critic", self.critic, CRITICS),
             ("dtype", self.dtype, BYTES),
-            ("device", self.device, TILES),
+            ("device", self.device, DEVICES),
         ):
             if value not in allowed:
                 raise unknown_name(name, value, allowed)
@@ -206,8 +206,8 @@ def estimate(model: str | Shape | Any, setup: Setup) -> Estimate:
     The memory of one process at a training step's peak.
 
     weights + reference + critic + optimizer + gathered layers + gradients + working, where working is the larger of all activations
-    and the policy's with the LM head's tiles; without accumulation the larger of gradients and working, since one grows as the other
-    is freed. ZeRO divides the optimizer's state (stage 1), gradients (2), weights, critic and reference (3) by the processes.
+    and the policy's with the LM head's tiles; without accumulation the larger of working and of the gradients with one layer's
+    activations, since one grows as the other is freed. ZeRO divides the optimizer's state (stage 1), gradients (2), weights, critic and reference (3) by the processes.
     """
     shape = shape_of(model)
     size = BYTES[setup.dtype]
@@ -241,15 +241,29 @@ def estimate(model: str | Shape | Any, setup: Setup) -> Estimate:
         one_layer += shape.layer * 2
     kept = shape.num_layers * (tokens * shape.hidden_size * number if setup.checkpointing else one_layer)
     recomputed = one_layer if setup.checkpointing else 0.0
-    tile = min(tokens, TILE_TOKENS) * min(shape.vocab_size, TILE_VOCABULARY) * 4
-    head = TILES[setup.device] * tile + tokens * shape.hidden_size * 4
+    head = head_bytes(shape, tokens, full, setup.device)
     # A critic's forward pass comes after the policy's, and its backward pass before: the head's tiles meet the policy's alone.
     passes = 2 if setup.critic in ("adapter", "model") else 1
     activations = passes * kept + recomputed
     working = max(activations, kept + max(recomputed, head))
-    moving = gradients + working if setup.accumulates else max(gradients, working)
+    moving = gradients + working if setup.accumulates else max(gradients + one_layer, working)
     peak = weights + reference + critic_weights + optimizer + gathered + moving
     return Estimate(weights, reference, critic_weights, gradients, optimizer, activations, head, gathered, peak)
+
+
+def head_bytes(shape: Shape, tokens: int, trained: bool, device: str) -> float:
+    """
+    What scoring `tokens` tokens holds beside the model, in float32, with a gradient of their hidden states.
+
+    Without Triton a trained head makes nine small tiles, and a frozen one (LoRA) the logits and the powers of a few tokens at a time.
+    """
+    if device == "cuda":
+        tiles = min(tokens, GPU_TILE[0]) * min(shape.vocab_size, GPU_TILE[1])
+    elif trained:
+        tiles = 9 * min(tokens, TILE_TOKENS) * min(shape.vocab_size, TILE_VOCABULARY)
+    else:
+        tiles = 2 * min(tokens, tokens_at_once(shape.vocab_size)) * shape.vocab_size
+    return 4 * (tiles + tokens * shape.hidden_size)
 
 
 def memory_report(model: str | Shape | Any, **settings: Any) -> str:

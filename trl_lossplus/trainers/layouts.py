@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..functional.errors import LossPlusError
 from ..loss import Statistic
+from ..registry import POLICY_LOSSES
 from .adapters import base_of
 from .budget import cost, least, row_facts, too_large
 from .checks import has_rotary_positions
@@ -170,6 +171,8 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
         LossPlusError: a layout that is not exact for this model, or rows to be skipped that move the weights.
     """
     args, auxiliary = trainer.args, trainer.aux_loss_enabled
+    reads_entropy = "entropies" in POLICY_LOSSES.get(trainer.spec.policy_loss).requires
+    trainer.entropy_has_gradient = reads_entropy or trainer.entropy_bonus_enabled
     if args.skip_still_rows:
         reason = what_moves_still_rows(trainer.spec)
         if auxiliary or trainer.entropy_bonus_enabled:

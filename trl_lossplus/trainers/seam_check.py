@@ -7,6 +7,7 @@ import inspect
 import logging
 import textwrap
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,9 @@ def fingerprint(method: Any) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
-def compare(trainer: type, version: str, seam: Seam) -> list[str]:
+def compare(trainer: type | ModuleType, version: str, seam: Seam) -> list[str]:
     """
-    Compares a trainer class with what the seam relies on.
+    Compares a trainer class, or a module, with what the seam relies on.
 
     Args:
         seam: {method: (the arguments that we pass or take, fingerprints of its source in the versions that were tested)}.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from .layouts import PackedForward
 from .minibatch import MicroBatch
 from .packing import Packing
 from .rollout_pass import Chunk, chunks, placed
+from .trl_head import replaced, scoring
 
 FORWARD_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
@@ -35,19 +36,6 @@ FORWARD_INPUTS = (
 )  # fmt: skip
 # Settings of generation that only sampling reads.
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-
-
-@contextmanager
-def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Other values of attributes, while it is open."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 class HeldState(GRPOTrainer):
@@ -126,6 +114,7 @@ class RolloutPasses(HeldState):
     packed: PackedForward | None = None  # how rows are packed, None where they are padded
     token_budget: int | None = None  # tokens of a forward pass at most, see max_tokens_per_microbatch
     trims_left = False  # whether padding on the left can be taken away
+    entropy_has_gradient = True  # whether the loss differentiates the entropies
     greedy = False  # whether greedy completions are being generated; a rollout_func reads it
 
     def policy_forward(
@@ -143,7 +132,7 @@ class RolloutPasses(HeldState):
         `batch_size` rows at a time or as many as the budget allows, all at once if None.
         """
         if inputs.get("packing") is not None:
-            return *self.score(model, inputs["packing"]), None
+            return *self.score(model, inputs["packing"], compute_entropy), None
         extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
         return self._get_per_token_logps_and_entropies(
             model,
@@ -156,10 +145,14 @@ class RolloutPasses(HeldState):
             **extra,
         )
 
-    def score(self, model: torch.nn.Module, packing: Packing) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies (B, T) of packed rows; a reference model of its own gives no entropies."""
-        with self.accelerator.autocast():
+    def score(self, model: torch.nn.Module, packing: Packing, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and, if asked, entropies (B, T) of packed rows."""
+        with self.accelerator.autocast(), self.head(entropy):
             return cast(PackedForward, self.packed).score(model, packing)
+
+    def head(self, entropy: bool) -> AbstractContextManager[None]:
+        """Within it the LM head scores as trl_head.py says."""
+        return scoring(self.accelerator.device, entropy=entropy, entropy_has_gradient=self.entropy_has_gradient)
 
     def around_logps(self, take: Callable[[], Any], parts: list[Chunk] | None = None) -> Any:
         """

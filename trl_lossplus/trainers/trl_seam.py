@@ -1,5 +1,5 @@
 """
-With trl_passes.py the only file that names TRL's private API.
+With trl_passes.py and trl_head.py the only file that names TRL's private API.
 
 `TRLSeam` is TRL's GRPOTrainer with its private steps turned into hooks with names of ours. What it overrides and reads is
 checked when this module is imported: a method that is missing or takes other arguments is an error, a changed body of an
@@ -22,6 +22,7 @@ from .drawn import COMPLETION_IDS, COMPLETIONS, EXTRA_FIELDS, TOOL_MASK, Drawn, 
 from .failures import rewards_of_all
 from .minibatch import MicroBatch
 from .seam_check import SUPPORTED, TRLVersionError, compare
+from .trl_head import check_head
 from .trl_passes import RolloutPasses
 
 # Method: the arguments that we pass or take, and fingerprints of its source in the versions that were tested.
@@ -80,6 +81,7 @@ class TRLSeam(RolloutPasses):
         lacking = [name for name in ATTRIBUTES if not hasattr(self, name)]
         if lacking:
             raise TRLVersionError(f"TRL {trl.__version__}: GRPOTrainer has no {', '.join(lacking)}. Install '{SUPPORTED}'.")
+        check_head(self.accelerator.device)
         self._gathered_rewards: Tensor | None = None
         self.own_tokens: list[list[int]] | None = None
         self._draws_from: list[dict[str, Any]] | None = None  # the examples of a draw under way
@@ -251,7 +253,8 @@ class TRLSeam(RolloutPasses):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.packed is None and (self.token_budget is None or batch_size is None):
             args = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy)
-            return self.around_logps(partial(super()._get_per_token_logps_and_entropies, *args, **others))
+            with self.head(compute_entropy):
+                return self.around_logps(partial(super()._get_per_token_logps_and_entropies, *args, **others))
         rows = batch_size or len(input_ids)
         return self._by_chunks(model, input_ids, attention_mask, logits_to_keep, rows, compute_entropy)
 
