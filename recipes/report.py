@@ -85,7 +85,8 @@ class StepLines(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A resumed run counts on."""
-        self.rollout = sum("reward" in entry for entry in state.log_history)
+        logged = [entry for entry in state.log_history if "reward" in entry]
+        self.rollout, self.reward = len(logged), _number(logged[-1], "reward") if logged else math.nan
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """A step that trains on an earlier step's rollout logs no reward: the line shows that rollout's."""

@@ -91,6 +91,8 @@ CASES = {
             "resume": 3,
         }
     ],
+    # A rollout serves two steps and a pass over the eight prompts four: step 5 is inside a rollout of the second pass.
+    "inside_a_rollout": [{**case("inside_a_rollout", steps=7, data="few", **PPO, **KL | {"num_iterations": 2}), "resume": 5}],
     "masked": [case("masked", **TWO, mask_truncated_completions=True, loss_aggregation="token_mean")],
     "flat": [case("flat", **TWO, reward="flat_for_long", loss_aggregation="prompt_mean")],
     "flat_dropped": [case("flat_dropped", **TWO, reward="flat_for_long", zero_std_groups="drop")],
@@ -170,6 +172,11 @@ def two_prompts():
     return Dataset.from_list([{"prompt": "say short"}, {"prompt": "say long"}] * 8)
 
 
+def few():
+    """Eight prompts: two rollouts of four."""
+    return toy_dataset().select(range(8))
+
+
 def two_lengths(prompts, trainer):
     """For a short prompt a completion of one token and one that only ends; for a long one two of nine tokens, cut off."""
     tokenizer = trainer.processing_class
@@ -206,7 +213,13 @@ def across(prompts, trainer):
 
 def data(cell):
     """Dataset and completions of a cell."""
-    known = {"two": (two_prompts, two_lengths), "toy": (toy_dataset, fixed_rollout), "sided": (sided, across)}
+    known = {
+        "two": (two_prompts, two_lengths),
+        "toy": (toy_dataset, fixed_rollout),
+        "few": (few, fixed_rollout),
+        "sampled": (few, None),
+        "sided": (sided, across),
+    }
     dataset, rollout = known[cell.get("data", "toy")]
     return dataset(), rollout
 

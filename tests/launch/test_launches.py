@@ -178,15 +178,19 @@ def test_the_table_of_collectives():
 @pytest.mark.nightly
 @pytest.mark.parametrize("launch", ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_sigkill_in_the_middle_of_a_step_and_resume(results, launch):
-    """One process killed between two micro-batches ends both; resumed from the last checkpoint, the run ends as if uninterrupted."""
-    cell = {**CELLS["PPO_adapter_critic_LoRA_KL"], "name": "killed", "resume": None, "kill": 2}
+    """
+    One process killed between two micro-batches ends both; resumed from the last checkpoint, which is inside a rollout of the second
+    pass over the dataset, the run ends as if uninterrupted. Completions are sampled.
+    """
+    one = {**CELLS["inside_a_rollout"], "resume": None, "data": "sampled"}
+    cell = {**one, "name": "killed", "kill": 5}
     began = time.time()
     results.run(launch, [cell])
     assert (results.folder / launch / "killed.error").exists()
     assert time.time() - began < 120
-    checkpoint = results.folder / launch / "killed" / "checkpoint-2"
-    again = {**CELLS["PPO_adapter_critic_LoRA_KL"], "name": "after_the_kill", "resume": None, "from": str(checkpoint)}
-    whole = {**CELLS["PPO_adapter_critic_LoRA_KL"], "name": "not_killed", "resume": None}
+    checkpoint = results.folder / launch / "killed" / "checkpoint-5"
+    again = {**one, "name": "after_the_kill", "from": str(checkpoint)}
+    whole = {**one, "name": "not_killed"}
     results.run(launch, [again, whole])
     resumed, uninterrupted = (weights(results.folder / launch / name / "weights.pt") for name in ("after_the_kill", "not_killed"))
     assert all(resumed[name].equal(value) for name, value in uninterrupted.items())
