@@ -209,6 +209,9 @@ class _Explanation(Facts):
         if ppo.critic == "shared":
             own = f"the pass that takes old_logps; without one, {own}"
         yield f"Old values: {'the forward pass of the loss, taken at the rollout' if ppo.one_pass else own}"
+        if ppo.microbatch_layout != "padded":
+            alone = "" if ppo.critic in ("shared", "adapter") else "; a model of its own that does not allow it: padded"
+            yield f"Rows: laid out as the policy's{alone}"
         if ppo.gradient_checkpointing and ppo.critic != "shared":
             kept = {
                 None: "all layers but the last are recomputed",

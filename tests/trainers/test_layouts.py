@@ -18,7 +18,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_lossplus import LossPlusError, PPOPlusConfig, PPOPlusTrainer
+from trl_lossplus import LossPlusError
 from trl_lossplus.trainers import layouts
 from trl_lossplus.trainers.packing import pack
 from trl_lossplus.trainers.segment_attention import Segment
@@ -190,12 +190,6 @@ def test_models_that_cannot_be_packed(changes, words):
 def test_rows_that_move_the_weights_are_not_skipped(toy, tmp_path, fields, words):
     with pytest.raises(LossPlusError, match=rf"skip_still_rows=True would change the gradient: {words}"):
         trainer(toy, tmp_path, skip_still_rows=True, **fields)
-
-
-def test_ppo_is_padded(toy, tmp_path):
-    ppo = {"trainer_class": PPOPlusTrainer, "config_class": PPOPlusConfig, "critic": "shared"}
-    with pytest.raises(LossPlusError, match="microbatch_layout='packed' is not exact here: the critic reads padded rows"):
-        trainer(toy, tmp_path, microbatch_layout="packed", **ppo)
 
 
 def test_the_model_is_saved_as_it_came(toy, tmp_path):

@@ -47,6 +47,13 @@ def test_a_prompt_once_for_its_neighbours():
     assert packing.ends.tolist() == [4, 5, 6, 10]
 
 
+def test_values_of_the_states_before_the_tokens_and_after_the_last():
+    """V = place in the packed row: rows 0 and 1 share the state of prompt place 1; an empty row has the value after its prompt alone."""
+    packing = pack(*ROWS, share_prefix=True)
+    places = torch.arange(11.0).unsqueeze(0)
+    assert packing.at_tokens(places).tolist() == [[1, 2, 3, 4], [1, 5, 0, 0], [6, 0, 0, 0], [8, 9, 10, 0]]
+
+
 def test_a_padding_token_that_is_also_a_token():
     """What is padding is told by the mask, not by the id: pad 0 may be an end token inside a completion."""
     packing = pack(PROMPTS[:1], PROMPT_MASK[:1], torch.tensor([[11, 0, 0]]), torch.tensor([[1, 1, 0]]), share_prefix=True)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_lossplus import LossPlusError, PPOPlusConfig, PPOPlusTrainer
 from trl_lossplus.trainers.critic import Critic
-from trl_lossplus.trainers.value_pass import values_at_tokens
+from trl_lossplus.trainers.value_pass import values_at_tokens, whole
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 CRITICS = {"adapter": {"critic": "adapter"}, "shared": {"critic": "shared"}, "model": {"critic": "model"}}
@@ -43,8 +43,9 @@ def test_f3_values_are_of_the_state_before_each_token():
 class PositionCritic(Critic):
     """V(position) = position, counted from the first token that is not padding."""
 
-    def values(self, model, input_ids, attention_mask):
-        return (attention_mask.cumsum(1) - 1).clamp(min=0).float()
+    def values(self, model, rows):
+        positions = (whole(rows)[1].cumsum(1) - 1).clamp(min=0).float()
+        return values_at_tokens(positions, rows["prompt_ids"].shape[1])
 
     def own(self, name):
         return "value_head" in name

@@ -24,8 +24,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
 from .adapters import active_adapter, adapters_of, base_of, keep_adapter_in_recomputation
+from .minibatch import MicroBatch
+from .packing import Packing
+from .segment_attention import install, packed_rows
 from .sharded import write
-from .value_pass import checkpointed_layers, keeping
+from .value_pass import at_tokens, checkpointed_layers, keeping, whole
 
 ADAPTER = "critic"
 # The name holds `lora_`, by which TRL tells what is not part of the model that vLLM serves.
@@ -55,7 +58,7 @@ class Critic:
     """
     What the three critics have in common: a `role="critic"` of the policy module's forward.
 
-    values(model, input_ids, attention_mask) goes through the wrapped `model` and gives (B, P + C) values, float32.
+    Its forward takes what the policy's layers take, padded or packed rows, and gives float32 values at every position: (B, P + C) or (1, N).
 
     checkpointing: which layers of the critic's own pass are recomputed where the policy's are. None: all but the last.
     """
@@ -66,8 +69,8 @@ class Critic:
         self.policy = policy
         self.checkpointing = checkpointing
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, P + C) values at every position, inside the policy module's forward."""
+    def forward(self, **inputs: Any) -> Tensor:
+        """Values at every position, inside the policy module's forward."""
         raise NotImplementedError
 
     def own(self, name: str) -> bool:
@@ -77,9 +80,23 @@ class Critic:
     def ensure_trainable(self) -> None:
         """Sets requires_grad again wherever it must be set; looked up live, since wrappers replace parameters."""
 
-    def values(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Values at every position, through the wrapped model: (B, P + C) float32."""
-        return model(input_ids=input_ids, attention_mask=attention_mask, role="critic")
+    def values(self, model: nn.Module, rows: MicroBatch) -> Tensor:
+        """
+        Values before each token and after the last, through the wrapped model, of rows that are padded or have a `packing`.
+
+        Returns:
+            (b, t + 1), see `value_pass.values_at_tokens`.
+        """
+        packing: Packing | None = rows.get("packing")
+        if packing is None:
+            ids, mask = whole(rows)
+            return at_tokens(model(input_ids=ids, attention_mask=mask, role="critic"), rows)
+        with packed_rows():
+            return packing.at_tokens(model(**packing.inputs, role="critic"))
+
+    def fit(self, unfit: Callable[[nn.Module], str | None]) -> str | None:
+        """Prepares a model of its own for packed rows; gives why it cannot take them, by `unfit`, and is padded."""
+        return None
 
     def save(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
         """Writes the critic into `folder`; `state_dict` is the gathered one of the policy module, or None."""
@@ -97,15 +114,15 @@ class Critic:
         def forward(*args: Any, role: str | None = None, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 self.ensure_trainable()
-            return self.forward(*args, **kwargs) if role == "critic" else inner(*args, **kwargs)
+            return self.forward(**kwargs) if role == "critic" else inner(*args, **kwargs)
 
         self.policy.forward = forward
 
-    def _hidden(self, trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Last hidden states of a model without its head: (B, P + C, H)."""
+    def _hidden(self, trunk: nn.Module, **inputs: Any) -> Tensor:
+        """Last hidden states of a model without its head, at every position."""
         layers = checkpointed_layers(trunk)
         with keeping({None: layers[-1:], True: [], False: layers}[self.checkpointing]):
-            return trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+            return trunk(**inputs, use_cache=False).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:
         head = getattr(self.policy, HEAD)
@@ -156,9 +173,9 @@ class AdapterCritic(Critic):
         if start is not None:
             self.load(start)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, **inputs: Any) -> Tensor:
         with active_adapter(self.policy, ADAPTER):
-            return self._score(self._hidden(trunk_of(self.policy), input_ids, attention_mask))
+            return self._score(self._hidden(trunk_of(self.policy), **inputs))
 
     def own(self, name: str) -> bool:
         return f".{ADAPTER}." in name or HEAD in name
@@ -190,7 +207,7 @@ class SharedCritic(Critic):
         self._adapters = adapters_of(policy)
         self._add_head()
         self._install()
-        trunk_of(policy).register_forward_hook(self._see)
+        trunk_of(policy).register_forward_hook(self._see, prepend=True)  # before packed rows leave states out
         if start is not None:
             self.load(start)
 
@@ -205,7 +222,7 @@ class SharedCritic(Critic):
         return self._seen is not None
 
     def watch(self, forward: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """Runs forward passes; returns their result and the values (b, P + C) that came with each, none if they were not the policy's."""
+        """Runs forward passes; returns their result and the values at every position that came with each, none if they were not the policy's."""
         seen: list[Tensor] = []
         self._seen = seen
         try:
@@ -213,8 +230,8 @@ class SharedCritic(Critic):
         finally:
             self._seen = None
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self._score(self._hidden(trunk_of(self.policy), input_ids, attention_mask))
+    def forward(self, **inputs: Any) -> Tensor:
+        return self._score(self._hidden(trunk_of(self.policy), **inputs))
 
     def own(self, name: str) -> bool:
         return HEAD in name
@@ -269,9 +286,15 @@ class ModelCritic(Critic):
         """The critic's model."""
         return getattr(self.policy, MODEL)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, **inputs: Any) -> Tensor:
         critic: Any = self.model
-        return critic.score(self._hidden(critic.base_model, input_ids, attention_mask)).squeeze(-1).float()
+        return critic.score(self._hidden(critic.base_model, **inputs)).squeeze(-1).float()
+
+    def fit(self, unfit: Callable[[nn.Module], str | None]) -> str | None:
+        reason = unfit(self.model)
+        if reason is None:
+            install(self.model)
+        return reason
 
     def own(self, name: str) -> bool:
         return f"{MODEL}." in name

@@ -18,7 +18,7 @@ from ..functional.errors import LossPlusError
 from ..loss import Statistic
 from ..registry import POLICY_LOSSES
 from .adapters import base_of
-from .budget import cost, least, row_facts, too_large
+from .budget import Packed, cost, least, row_facts, too_large
 from .checks import has_rotary_positions
 from .dealing import deal, deal_windows
 from .minibatch import PARTS, MicroBatch, RowTable, trim
@@ -29,6 +29,7 @@ from .still_rows import what_moves_still_rows
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
+    from .ppo import PPOPlusTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class PackedForward:
         """Log-probs and, where the model gives them, entropies (B, T) of packed rows, through the wrapped `model` with TRL's head."""
         with self.reading(packing.states):
             outputs = model(
-                input_ids=packing.input_ids,
-                position_ids=packing.position_ids,
-                segments=packing.segments,
+                **packing.inputs,
                 shift_labels=packing.labels.unsqueeze(0),
                 fused_lm_head=True,
             )
@@ -141,10 +140,10 @@ def choose(asked: str, reason: str | None) -> PackedForward | None:
 
 
 def difference(
-    packed: Tensor, padded: Tensor, mask: Tensor, dtype: torch.dtype, largest: Callable[[Tensor], Tensor]
+    name: str, packed: Tensor, padded: Tensor, mask: Tensor, dtype: torch.dtype, largest: Callable[[Tensor], Tensor]
 ) -> str | None:
     """
-    Compares one micro-batch's log-probs (B, T) in both layouts; one line in the log.
+    Compares one micro-batch's log-probs or values (B, T) in both layouts; one line in the log.
 
     Args:
         mask: (B, T), the completion tokens.
@@ -155,11 +154,14 @@ def difference(
         What is wrong, or None.
     """
     apart = torch.where(mask, packed.float() - padded.float(), 0.0).abs()
-    mean = largest(apart.sum() / mask.sum().clamp(min=1)).item()
+    count, size = mask.sum().clamp(min=1), torch.where(mask, padded.float().abs(), 0.0).sum()
+    if name == "values":  # which may be of any size
+        apart = apart / (size / count).clamp(min=1)
+    mean = largest(apart.sum() / count).item()
     allowed = TOLERANCE.get(dtype, 1e-4)
     if not mean <= allowed:
-        return f"its log-probs are {mean:.2g} from the padded ones on average, over {allowed:g}"
-    logger.info("microbatch_layout: log-probs are within %.1e of the padded layout's on average.", mean)
+        return f"its {name} are {mean:.2g} from the padded ones on average, over {allowed:g}"
+    logger.info("microbatch_layout: %s are within %.1e of the padded layout's on average.", name, mean)
     return None
 
 
@@ -185,17 +187,33 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
     trainer.token_budget = args.max_tokens_per_microbatch
     asked, policy = args.microbatch_layout, base_of(trainer.model)
     unfit = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")
-    trainer.packed = choose(asked, trainer.packs_no_rows or unfit)
+    trainer.packed = choose(asked, unfit)
     if trainer.packed is not None:
         for model in (policy, trainer.reference_model):
             if model is not None:
                 trainer.packed.attach(model)
 
 
+def prepare_critic(trainer: PPOPlusTrainer) -> None:
+    """Sets whether a critic's rows are packed with the policy's: a model of its own may not allow it, which is said in one line."""
+    args, critic = trainer.args, getattr(trainer.critic, "model", None)
+    if critic is not None:  # its rows are trimmed as the policy's
+        trainer.trims_left = trainer.trims_left and has_rotary_positions(critic)
+    if trainer.packed is None:
+        return
+    auto = args.microbatch_layout == "auto"
+    reason = trainer.critic.fit(lambda model: why_not(model, is_vision=False, auxiliary_loss=False, any_length=auto))
+    trainer.packs_critic = reason is None
+    if reason is not None:
+        logger.warning("microbatch_layout: the critic's rows are padded, since %s.", reason)
+
+
 def told_beside(trainer: GRPOPlusTrainer) -> Callable[[MicroBatch], Tensor]:
     """What every process tells of its rows for `lay_out`: (B, 3), see `budget.row_facts`. Whitening may move a row that was still."""
     exact = trainer.token_budget is None or trainer.spec.advantage_normalization == "none"
-    return row_facts(trainer.trims_left, trainer.mode == "train" and trainer.args.skip_still_rows and exact)
+    return row_facts(
+        trainer.trims_left or isinstance(trainer.load, Packed), trainer.mode == "train" and trainer.args.skip_still_rows and exact
+    )
 
 
 def lay_out(trainer: GRPOPlusTrainer, micro_batches: list[MicroBatch], table: RowTable) -> list[MicroBatch]:
@@ -271,12 +289,16 @@ def _prove(trainer: GRPOPlusTrainer, packed: PackedForward, micro: MicroBatch) -
     width = micro["prompt_ids"].shape[1] + micro["completion_ids"].shape[1]
     some = slice(0, None if trainer.token_budget is None else max(trainer.token_budget // width, 1))
     with trainer.for_rollout_pass():
-        ours = trainer.policy_forward(trainer.model, micro)[0][some]
+        ours = trainer.passes(trainer.model, micro)
         trainer.packed = None
-        theirs = trainer.policy_forward(trainer.model, {name: micro[name][some] for name in ROWS})[0]
+        theirs = trainer.passes(trainer.model, {name: micro[name][some] for name in ROWS})
         trainer.packed = packed
     gather, dtype, mask = trainer.accelerator.gather, trainer.compute_dtype, micro["completion_mask"][some].bool()
-    wrong = difference(ours, theirs, mask, dtype, lambda x: gather(x.reshape(1)).amax())
-    if wrong is not None:
+    for name, words in (("logps", "log-probs"), ("values", "values")):
+        if name not in ours:
+            continue
+        wrong = difference(words, ours[name][some], theirs[name], mask, dtype, lambda x: gather(x.reshape(1)).amax())
+        if wrong is None:
+            continue
         asked = trainer.args.microbatch_layout
         raise LossPlusError(f"microbatch_layout={asked!r} is not exact for this model: {wrong}. Take padded.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,26 @@ class Packing:
     ends: Tensor  # (B,)
     shape: tuple[int, int]  # (B, T)
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a model's layers take of it."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "segments": self.segments}
+
     def scatter(self, scored: Tensor) -> Tensor:
         """(n,) values of the completion tokens as (B, T), 0 elsewhere."""
         flat = scored.new_zeros(self.shape[0] * self.shape[1]).index_put((self.targets,), scored)
         return flat.view(self.shape)
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """
+        From values (1, N) at every place of the packed row to (B, T + 1): column t is that of the state before token t, the column after
+        a row's last token that of the state after it; 0 elsewhere.
+        """
+        rows, width = self.shape
+        row = self.targets // max(width, 1)
+        after = torch.arange(rows, device=row.device) * (width + 1) + torch.bincount(row, minlength=rows)
+        places, states = torch.cat([self.targets + row, after]), torch.cat([self.states, self.ends])
+        return values.new_zeros(rows * (width + 1)).index_put((places,), values[0, states]).view(rows, width + 1)
 
 
 def pack(

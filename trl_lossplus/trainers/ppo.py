@@ -20,12 +20,12 @@ from ..functional.masking import select
 from ..loss import LossOutput, compute_loss
 from ..ppo_config import PPOPlusConfig
 from ..spec import LossSpec
-from .budget import Padded
+from . import layouts
 from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, without_critic
 from .grpo import GRPOPlusTrainer
 from .minibatch import PASSES, MicroBatch
 from .rollout_pass import Chunk, placed
-from .value_pass import checkpointed_layers, values_at_tokens, whole
+from .value_pass import at_tokens, checkpointed_layers
 
 
 class PPOPlusTrainer(GRPOPlusTrainer):
@@ -40,7 +40,6 @@ class PPOPlusTrainer(GRPOPlusTrainer):
     """
 
     args: PPOPlusConfig
-    packs_no_rows = "the critic reads padded rows"
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         self._refuse_vision()
         self.critic = self._build_critic(model)
+        layouts.prepare_critic(self)
         self._seen_values: tuple[list[Tensor], list[Chunk] | None] | None = None
         if args.critic_gradient_checkpointing is False and args.gradient_checkpointing and not checkpointed_layers(self.model):
             raise LossPlusError(
@@ -105,8 +105,9 @@ class PPOPlusTrainer(GRPOPlusTrainer):
     def make_rollout(self, out: MicroBatch, rewards: Tensor) -> MicroBatch:
         """Where the next loss reads the whole rollout under these very weights, its forward passes are taken now; then as GRPO."""
         if self.mode == "train" and self.args.one_pass:
+            rows = out if self.packed is None else {**out, "packing": self.packed.pack(out)}
             with self.compute_loss_context_manager():
-                out |= self.passes(self.model_wrapped, out)
+                out |= self.passes(self.model_wrapped, rows)
         return super().make_rollout(out, rewards)
 
     def reward_penalty(self, out: MicroBatch, penalty: Tensor | None) -> Tensor | None:
@@ -144,7 +145,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         taken = super().passes(model, inputs)
         seen = self._take_seen_values(inputs)
         if seen is None:
-            seen = values_at_tokens(self.critic.values(model, *whole(inputs)), inputs["prompt_ids"].shape[1])
+            seen = self.critic.values(model, inputs if self.packs_critic else {**inputs, "packing": None})
         return taken | self._by_token(seen, inputs)
 
     def _rollout_values(self, out: MicroBatch) -> MicroBatch:
@@ -153,8 +154,8 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         if seen is not None:
             return self._by_token(seen, out)
         with self.for_rollout_pass():
-            parts = self.rollout_chunks(out, self.rows_per_pass, Padded(self.padded_multiple))
-            values = [self.critic.values(self.model, *whole(chunk)) for _, chunk in parts]
+            parts = self.rollout_chunks(out, self.rows_per_pass, self.packed if self.packs_critic else None)
+            values = [self.critic.values(self.model, chunk) for _, chunk in parts]
             return self._by_token(self._placed(values, parts, out), out)
 
     def _take_seen_values(self, rows: MicroBatch) -> Tensor | None:
@@ -163,13 +164,14 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         if seen is None:
             return None
         values, parts = seen
-        return self._placed(values, parts, rows) if parts else values_at_tokens(torch.cat(values), rows["prompt_ids"].shape[1])
+        if parts is None:
+            return at_tokens(torch.cat(values), rows)
+        return self._placed([at_tokens(one, chunk) for one, (_, chunk) in zip(values, parts, strict=True)], parts, rows)
 
     @staticmethod
     def _placed(values: list[Tensor], parts: list[Chunk], rows: MicroBatch) -> Tensor:
-        """(B, T + 1) values at the tokens, from those of each chunk (b, p + c)."""
-        found = [values_at_tokens(one, chunk["prompt_ids"].shape[1]) for one, (_, chunk) in zip(values, parts, strict=True)]
-        return placed(parts, found, (len(rows["completion_ids"]), rows["completion_ids"].shape[1] + 1))
+        """(B, T + 1) values from those of each chunk (b, t + 1)."""
+        return placed(parts, values, (len(rows["completion_ids"]), rows["completion_ids"].shape[1] + 1))
 
     @staticmethod
     def _by_token(values: Tensor, rows: MicroBatch) -> MicroBatch:

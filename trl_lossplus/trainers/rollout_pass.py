@@ -39,7 +39,7 @@ def chunks(
     prompt, mask = rollout["prompt_ids"], rollout["prompt_mask"].bool()
     new = ((prompt[1:] != prompt[:-1]) & mask[1:] | (mask[1:] != mask[:-1])).any(1)
     group = torch.cat([new.new_zeros(1), new]).cumsum(0)
-    lengths = mask.sum(1) if left else torch.full_like(group, mask.shape[1])
+    lengths = mask.sum(1) if left or isinstance(load, Packed) else torch.full_like(group, mask.shape[1])
     table = torch.stack([lengths, rollout["completion_mask"].sum(1).long(), group], 1).tolist()
     order = list(range(len(table)))
     if not isinstance(load, Packed):

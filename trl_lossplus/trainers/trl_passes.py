@@ -112,6 +112,7 @@ class RolloutPasses(HeldState):
     num_generations: int
     num_generations_eval: int
     packed: PackedForward | None = None  # how rows are packed, None where they are padded
+    packs_critic = True  # where the policy is packed: whether a critic is too
     token_budget: int | None = None  # tokens of a forward pass at most, see max_tokens_per_microbatch
     trims_left = False  # whether padding on the left can be taken away
     entropy_has_gradient = True  # whether the loss differentiates the entropies
@@ -132,7 +133,8 @@ class RolloutPasses(HeldState):
         `batch_size` rows at a time or as many as the budget allows, all at once if None.
         """
         if inputs.get("packing") is not None:
-            return *self.score(model, inputs["packing"], compute_entropy), None
+            score = partial(self.score, model, inputs["packing"], compute_entropy)
+            return *self.around_logps(score), None
         extra = {name: inputs[name] for name in FORWARD_INPUTS if inputs.get(name) is not None}
         return self._get_per_token_logps_and_entropies(
             model,
@@ -165,19 +167,23 @@ class RolloutPasses(HeldState):
     @property
     def load(self) -> Load:
         """What rows cost in tokens."""
-        return Padded(self.padded_multiple) if self.packed is None else Packed(self.packed.share_prefix)
+        padded = self.packed is None or not self.packs_critic
+        return Padded(self.padded_multiple) if padded else Packed(cast(PackedForward, self.packed).share_prefix)
 
-    def rollout_chunks(self, rollout: MicroBatch, rows: int, load: Load) -> list[Chunk]:
-        """A rollout's rows as they are run, `rows` at a time or by the budget."""
-        return chunks(
+    def rollout_chunks(self, rollout: MicroBatch, rows: int, packed: PackedForward | None) -> list[Chunk]:
+        """A rollout's rows as they are run, `rows` at a time or by the budget, packed or padded."""
+        parts = chunks(
             rollout,
             rows=rows,
-            load=load,
+            load=self.load if packed is not None else Padded(self.padded_multiple),
             left=self.trims_left,
             multiple=self.padded_multiple,
             budget=self.token_budget,
             most=self._most,
         )
+        for _, chunk in parts if packed is not None else []:
+            chunk["packing"] = cast(PackedForward, packed).pack(chunk)
+        return parts
 
     def _most(self, number: int) -> int:
         """The largest of a number over processes."""
@@ -190,9 +196,7 @@ class RolloutPasses(HeldState):
         split = ids.shape[1] - width
         columns = {"prompt": slice(0, split), "completion": slice(split, None)}
         rollout = {f"{name}_{x}": t[:, at] for name, at in columns.items() for x, t in (("ids", ids), ("mask", mask))}
-        parts = self.rollout_chunks(rollout, rows, self.load)
-        for _, chunk in parts if self.packed is not None else []:
-            chunk["packing"] = cast(PackedForward, self.packed).pack(chunk)
+        parts = self.rollout_chunks(rollout, rows, self.packed)
 
         def take() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
             return [self.policy_forward(model, chunk, compute_entropy=compute_entropy) for _, chunk in parts]

@@ -63,7 +63,6 @@ def check_seam(trainer: type, version: str) -> list[str]:
 class TRLSeam(RolloutPasses):
     """GRPOTrainer whose scoring, cutting and loss are the hooks below; everything else stays TRL's."""
 
-    packs_no_rows: str | None = None  # why a kind of trainer cannot pack them
     around_generation: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while completions are made
 
     def __init__(self, *args: Any, needs_reference: bool, scale_rewards: str, **kwargs: Any):

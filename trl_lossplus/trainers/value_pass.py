@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .minibatch import MicroBatch
+from .packing import Packing
 
 
 def values_at_tokens(values: Tensor, prompt_length: int) -> Tensor:
@@ -29,6 +30,12 @@ def values_at_tokens(values: Tensor, prompt_length: int) -> Tensor:
         state after the last token.
     """
     return values[:, prompt_length - 1 :]
+
+
+def at_tokens(values: Tensor, rows: MicroBatch) -> Tensor:
+    """Values (b, t + 1) as `values_at_tokens`, from those at every position of the rows: (b, p + c) padded, (1, N) packed."""
+    packing: Packing | None = rows.get("packing")
+    return values_at_tokens(values, rows["prompt_ids"].shape[1]) if packing is None else packing.at_tokens(values)
 
 
 def whole(rows: MicroBatch) -> tuple[Tensor, Tensor]:
