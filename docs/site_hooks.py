@@ -13,8 +13,9 @@ log = logging.getLogger("mkdocs.hooks.site")
 
 
 def front_page(readme: str) -> str:
-    """The README as the site's first page: links into docs/ become links between pages."""
-    return re.sub(r"\]\(docs/", "](", readme)
+    """The README as the site's first page: links into docs/ become links between pages; what the site does not hold is text."""
+    held = re.sub(r"\[([^\]]*)\]\((?!https?:|#|docs/|examples/)[^)]*\)", r"\1", readme)
+    return re.sub(r"\]\(docs/", "](", held)
 
 
 def reference() -> dict[str, str]:
@@ -40,10 +41,11 @@ def loaded_from_elsewhere(html: str) -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the made pages."""
+    """Adds the made pages, and the notebooks as they are."""
     from mkdocs.structure.files import File
 
-    for name, text in made_pages().items():
+    notebooks = {f"examples/{path.name}": path.read_text() for path in (HERE.parent / "examples").glob("*.ipynb")}
+    for name, text in {**made_pages(), **notebooks}.items():
         files.append(File.generated(config, name, content=text))
     return files
 
