@@ -89,8 +89,11 @@ class DataSource:
                 raise unknown_name(f"dataset_{becomes}_column", column, dataset.column_names)
             dataset = dataset.remove_columns([name for name in dataset.column_names if name == becomes])
             dataset = dataset.rename_column(column, becomes)
-        if not (self.as_chat or self.system_prompt) or "prompt" not in dataset.column_names:
-            return dataset  # the trainer refuses a dataset without prompts
+        if "prompt" not in dataset.column_names:
+            columns = ", ".join(dataset.column_names)
+            raise LossPlusError(f"{self.name} has no 'prompt' column, but {columns}. Set dataset_prompt_column to one of them.")
+        if not (self.as_chat or self.system_prompt):
+            return dataset
         if len(dataset) and not isinstance(dataset[0]["prompt"], str):
             raise LossPlusError("as_chat: the dataset's prompts are conversations already. Remove as_chat and system_prompt.")
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []

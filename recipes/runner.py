@@ -7,6 +7,7 @@ A script names its configuration and trainer in a `Recipe` and calls `main` with
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def build_trainer(recipe: Recipe, arguments: RecipeArguments, training: GRPOPlus
 
 def run(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Trains, saves, and prints what happened."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for the user's own package.module:function
     with refusals(LIBRARIES):
         arguments, training, model = parse(recipe, argv, say)
         trainer = build_trainer(recipe, arguments, training, model)

@@ -7,9 +7,10 @@ bash, shell: `trl-lossplus ...` is run (`|| true` at the end: its exit status mu
     of `accelerate launch` and `python recipes/...` files and arguments are read; make's targets and pip's extras exist.
 text: `$ trl-lossplus ...` at its head: what is below was printed by it. With `<!-- printed -->` above: printed by the page so far
     (numbers left aside).
-json: parses; one line a record.
+json: parses; one line a record. With `<!-- file: NAME -->` above it becomes that file.
 
-A comment above a fence says otherwise: `<!-- not run: REASON -->`, `<!-- nightly: REASON -->`.
+A comment above a fence says otherwise: `<!-- not run: REASON -->`, `<!-- nightly: REASON -->`; `<!-- trained -->`: the recipes are run.
+A page may name the repository as `../trl-lossplus/`.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from docpages import ROOT, Block, blocks
 
 sys.path.insert(0, str(ROOT))
 
-from recipes import arguments, grpo, ppo
+from recipes import arguments, grpo, ppo, runner
 from trl_lossplus.cli import choose_trainer, main
 
 RECIPES = {"grpo": grpo.RECIPE, "ppo": ppo.RECIPE}
@@ -37,8 +38,8 @@ LANGUAGES = {"python", "yaml", "bash", "shell", "text", "json"}
 
 
 def masked(line: str) -> str:
-    """A line without its numbers, for comparison."""
-    return re.sub(r"\d[\d.]*(e[-+]?\d+)?", "#", line).strip()
+    """A line without its numbers and their signs, for comparison."""
+    return re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", line).strip()
 
 
 def commands(text: str) -> list[str]:
@@ -49,6 +50,8 @@ def commands(text: str) -> list[str]:
 
 class PageRun:
     """One page's run: `scope` of its Python, `printed` so far, `ran` blocks."""
+
+    trains = False
 
     def __init__(self, page: str, folder: Path, monkeypatch):
         self.page, self.folder, self.scope, self.printed, self.ran = page, folder, {"__name__": "__page__"}, "", 0
@@ -114,6 +117,8 @@ class PageRun:
     def json(self, block: Block) -> None:
         for line in block.text.splitlines():
             json.loads(line)
+        if block.mark.startswith("file: "):
+            (self.folder / block.mark.removeprefix("file: ")).write_text(block.text)
 
     def text(self, block: Block) -> None:
         first, _, below = block.text.partition("\n")
@@ -131,7 +136,8 @@ class PageRun:
     def bash(self, block: Block) -> None:
         for command in commands(block.text):
             wanted = 1 if command.endswith("|| true") else 0
-            words = shlex.split(command.removesuffix("|| true"))
+            words = shlex.split(command.removesuffix("|| true").replace("../trl-lossplus/", ""))
+            self.trains = block.mark == "trained"
             while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
                 words = words[1:]
             kind = {"trl-lossplus": self.lossplus, "accelerate": self.accelerate, "python": self.script, "pip": self.pip}
@@ -154,7 +160,9 @@ class PageRun:
             return
         path = Path(words[1])
         name = path.stem if path.parent.name == "recipes" else ""
-        if name in RECIPES:
+        if name in RECIPES and self.trains:
+            assert runner.main(RECIPES[name], words[2:]) == wanted, words
+        elif name in RECIPES:
             assert arguments.parse(RECIPES[name], words[2:])
         elif path.parts[0] in REPOSITORY:
             source = path.read_text()

@@ -61,22 +61,37 @@ def test_toy_by_yaml_twice_the_same(capsys):
     assert weights[0] == weights[1]
 
 
-def test_off_policy_lora_from_jsonl_with_own_reward(tmp_path, capsys):
+def test_off_policy_lora_from_jsonl_with_own_reward_and_loss(tmp_path, capsys):
+    """Reward and loss are modules of the current folder, which is not where the script lies."""
     write_jsonl(tmp_path / "prompts.jsonl", [{"question": row["prompt"], "word": row["keyword"]} for row in toy_dataset()])
     (tmp_path / "own_rewards.py").write_text(
         "def first_letter(completions, word, **kwargs):\n"
         "    return [float(bool(c) and c[0] == w[0]) for c, w in zip(completions, word)]\n"
     )
+    (tmp_path / "own_loss_here.py").write_text(
+        "from trl_lossplus import PolicyTerm\n"
+        "def linear(batch, spec):\n"
+        "    return PolicyTerm(-batch.advantages * batch.ratio(spec.log_ratio_clamp))\n"
+    )
     words = ["--model_name_or_path", "toy", "--dataset_name", "prompts.jsonl", "--dataset_prompt_column", "question"]
-    words += ["--reward_funcs", "own_rewards:first_letter", "--use_peft", "--lora_target_modules", "all-linear"]
+    words += [
+        "--policy_loss",
+        "own_loss_here:linear",
+        "--reward_funcs",
+        "own_rewards:first_letter",
+        "--use_peft",
+        "--lora_target_modules",
+        "all-linear",
+    ]
     words += ["--beta", "0.1", "--steps_per_generation", "2", "--output_dir", "out", *QUICK]
     assert grpo.main(words) == 0
     out = capsys.readouterr().out
     first, second = re.findall(r"^step .*$", out, re.MULTILINE)
     assert "rollout 1" in first
-    assert re.search(r"rollout 1 .* = policy \S+ kl \S+  clipped \d", second)
+    assert re.search(r"rollout 1 .* = policy \S+ kl \S+", second)
     assert "rewards/first_letter/mean" in logged_steps("out")[0]
     assert Path("out/adapter_config.json").is_file()
+    assert "loss: policy_loss own_loss_here:linear" in out
 
 
 def test_resumed_run_goes_on(capsys):
@@ -148,7 +163,7 @@ WRONG = {
     ),
     "no prompt": (
         ["--model_name_or_path", "toy", "--dataset_name", "d.jsonl", "--reward_funcs", "keyword"],
-        "train_dataset has no 'prompt' column, but text. Rename one to prompt.",
+        "d.jsonl has no 'prompt' column, but text. Set dataset_prompt_column to one of them.",
     ),
     "no such column": (
         ["--model_name_or_path", "toy", "--dataset_name", "d.jsonl", "--reward_funcs", "keyword"]
