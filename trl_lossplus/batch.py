@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .functional.errors import LossPlusError
-from .functional.masking import select
+from .functional.fused import bounded_exp
+from .functional.masking import nonempty, select
 from .functional.policy import log_ratio
 from .registry import ALWAYS, STEP_TENSORS, TENSORS
 
@@ -101,7 +103,7 @@ class LossBatch:
         it means "not scored".
         """
         filled: dict[str, Any] = {}
-        row = self.mask.any(-1, keepdim=True)
+        row = nonempty(self.mask, keepdim=True)
         for item in fields(self):
             tensor = getattr(self, item.name)
             if tensor is None or tensor.dtype == torch.bool or item.name in IDS:
@@ -129,7 +131,7 @@ class LossBatch:
 
     def ratio(self, clamp: float = 20.0) -> Tensor:
         """pi / pi_old of each token: (B, T), finite for any log ratio."""
-        return self.log_ratio(clamp).exp()
+        return bounded_exp(self.log_ratio(math.inf), clamp)
 
 
 class DeclaredView:
@@ -137,6 +139,8 @@ class DeclaredView:
 
     def __init__(self, batch: LossBatch, owner: str, requires: frozenset[str]):
         self._batch, self._owner, self._requires = batch, owner, requires | ALWAYS
+        self._difference: Tensor | None = None
+        self._ratios: dict[float, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in TENSORS:
@@ -150,8 +154,12 @@ class DeclaredView:
 
     def log_ratio(self, clamp: float = 20.0) -> Tensor:
         """See `LossBatch.log_ratio`; needs `old_logps` to be declared."""
-        return log_ratio(self.logps, self.old_logps, clamp)
+        if self._difference is None:
+            self._difference = log_ratio(self.logps, self.old_logps, math.inf)
+        return self._difference if clamp == math.inf else self._difference.clamp(-clamp, clamp)
 
     def ratio(self, clamp: float = 20.0) -> Tensor:
-        """See `LossBatch.ratio`; needs `old_logps` to be declared."""
-        return self.log_ratio(clamp).exp()
+        """See `LossBatch.ratio`; needs `old_logps` to be declared; computed once."""
+        if clamp not in self._ratios:
+            self._ratios[clamp] = bounded_exp(self.log_ratio(math.inf), clamp)
+        return self._ratios[clamp]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .functional.aggregation import Window, aggregate
 from .functional.entropy import high_entropy_mask
 from .functional.errors import LossPlusError
 from .functional.kl import estimate_kl
-from .functional.masking import masked_mean, masked_sum, row_means, select
+from .functional.masking import count, masked_mean, masked_sum, nonempty, row_means, select
 from .functional.policy import PolicyTerm, off_policy_keep
 from .functional.value import value_loss
 from .objectives import importance_ratio
@@ -87,22 +87,26 @@ def pool(name: str, x: Tensor, mask: Tensor) -> Statistic:
     A (B, T) or (B, 1) tensor as a statistic: by the suffix of its name the least (`_min`) or largest (`_max`) row mean, else the
     mean over valid tokens, or over rows with valid tokens for (B, 1).
     """
-    x = x.detach().float()
+    x = x.detach()
     per_row = x.shape[-1] == 1 and mask.shape[-1] != 1
-    rows = mask.any(-1)
+    rows = nonempty(mask)
     if name.endswith(("_min", "_max")):
-        means = x.squeeze(-1) if per_row else row_means(x, mask)
+        means = x.squeeze(-1).float() if per_row else row_means(x, mask)
         kind, worst = ("min", float("inf")) if name.endswith("_min") else ("max", float("-inf"))
         kept = torch.where(rows, means, torch.full_like(means, worst))
         return Statistic(kind, kept.amin() if kind == "min" else kept.amax(), rows.sum())
     if per_row:
-        return Statistic("mean", masked_sum(x.squeeze(-1), rows), rows.sum())
-    return Statistic("mean", masked_sum(x, mask), mask.sum())
+        return Statistic("mean", masked_sum(x.squeeze(-1), rows).float(), rows.sum())
+    return Statistic("mean", masked_sum(x, mask).float(), count(mask))
 
 
-def _policy(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
+def _policy(batch: LossBatch, spec: LossSpec) -> tuple[PolicyTerm, Tensor, Tensor]:
+    """The objective's term; log ratios, raw, and ratios, bounded: (B, T) without gradient."""
     entry = POLICY_LOSSES.get(spec.policy_loss)
-    term = entry.func(cast(LossBatch, DeclaredView(batch, spec.policy_loss, entry.requires)), spec)
+    view: Any = DeclaredView(batch, spec.policy_loss, entry.requires)
+    term = entry.func(view, spec)
+    seen = view if "old_logps" in entry.requires else batch  # what the objective computed is not computed again
+    log_ratio, ratio = (take.detach() for take in (seen.log_ratio(math.inf), seen.ratio(spec.log_ratio_clamp)))
     if not isinstance(term, PolicyTerm):
         raise LossPlusError(f"policy_loss {spec.policy_loss!r} returned {type(term).__name__}; it must return a PolicyTerm.")
     rows, length = batch.mask.shape
@@ -127,7 +131,7 @@ def _policy(batch: LossBatch, spec: LossSpec) -> PolicyTerm:
             raise LossPlusError(
                 f"policy_loss {spec.policy_loss!r}: the statistic {name!r} has the name of a metric of the run. Rename it."
             )
-    return term
+    return term, log_ratio, ratio
 
 
 def _weighted(per_token: Tensor, batch: LossBatch, spec: LossSpec, entropy_mask: Tensor | None) -> Tensor:
@@ -213,11 +217,9 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
         return aggregate(spec.loss_aggregation, per_token, where, window, norm_length=spec.norm_length, group_ids=batch.group_ids)
 
     sources = {"policy": batch.logps.view_as(batch.logps)}
-    term = _policy(replace(batch, logps=sources["policy"]), spec)
+    term, log_ratio, ratio = _policy(replace(batch, logps=sources["policy"]), spec)
     policy = _weighted(term.per_token, batch, spec, entropy_mask)
     terms = {"policy": reduce(policy, mask)}
-    log_ratio = batch.log_ratio(math.inf).detach()
-    ratio = batch.ratio(spec.log_ratio_clamp).detach()
     per_token = {"policy": select(policy.detach(), mask), "log_ratio": log_ratio, "ratio": ratio}
     statistics = {name: pool(name, x, mask) for name, x in term.stats.items()}
     if spec.kl_in_loss:
@@ -227,7 +229,7 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
         terms["kl"] = spec.beta * reduce(acting, mask)
         per_token["kl"] = kl.detach()
         statistics["kl"] = pool("kl", kl, mask)
-        statistics["kl_penalty"] = Statistic("mean", spec.beta * masked_sum(kl.detach(), mask), mask.any(-1).sum())
+        statistics["kl_penalty"] = Statistic("mean", spec.beta * statistics["kl"].total, nonempty(mask).sum())
     if batch.entropies is not None:
         per_token["entropy"] = batch.entropies.detach()
         statistics["entropy"] = pool("entropy", batch.entropies, mask)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import LossPlusError, unknown_name
-from .masking import group_rows, group_sums, masked_sum, row_means, row_sums
+from .masking import count, group_rows, group_sums, masked_sum, nonempty, row_means, row_sums
 
 AGGREGATIONS = {
     "token_mean": "sum over tokens / number of tokens",
@@ -94,9 +94,9 @@ def aggregate(
     if mode not in AGGREGATIONS:
         raise unknown_name("loss_aggregation", mode, AGGREGATIONS)
     x = (per_token.float() if per_token.dtype in (torch.bfloat16, torch.float16) else per_token).expand(mask.shape)
-    rows: int | float | Tensor = mask.any(-1).sum() if window is None else window.num_rows
+    rows: int | float | Tensor = nonempty(mask).sum() if window is None else window.num_rows
     if mode == "token_mean":
-        share = masked_sum(x, mask) / _count(mask.sum() if window is None else window.num_tokens)
+        share = masked_sum(x, mask) / _count(count(mask) if window is None else window.num_tokens)
     elif mode == "token_sum":
         share = masked_sum(x, mask)
     elif mode == "seq_mean_token_mean":

@@ -7,17 +7,66 @@ Shapes: `x` is (B, T) float, `mask` is (B, T) bool, True where the token counts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
+_KNOWN = (
+    WeakIdKeyDictionary()
+)  # by mask: its version when this was found, all bits or none of them for each token, and its row counts
+
+
+def _known(mask: Tensor) -> tuple[int, Tensor, Tensor]:
+    """int32, -1 where `mask` and 0 elsewhere; and (B,) valid tokens a row: made once a mask."""
+    if mask.is_inference():
+        return 0, mask.int().neg_(), mask.sum(-1)
+    found = _KNOWN.get(mask)
+    if found is None or found[0] != mask._version:
+        found = _KNOWN[mask] = mask._version, mask.int().neg_(), mask.sum(-1)
+    return found
+
+
+def row_counts(mask: Tensor) -> Tensor:
+    """Valid tokens of each row: (B,)."""
+    return _known(mask)[2]
+
+
+def count(mask: Tensor) -> Tensor:
+    """Valid tokens: a scalar."""
+    return row_counts(mask).sum()
+
+
+class _Kept(torch.autograd.Function):
+    """float32 values whose bits are all kept or all cleared: on a CPU a tenth of the time of torch.where, and as deaf to NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
+        ctx.save_for_backward(bits)
+        return (x.view(torch.int32) & bits).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Kept.apply(grads[0], *ctx.saved_tensors), None
+
+
 def select(x: Tensor, mask: Tensor) -> Tensor:
     """`x` where `mask`, else 0. Shapes broadcast; the gradient at masked positions is exactly 0."""
+    if x.dtype == torch.bool:
+        return x & mask
+    if x.dtype == torch.float32 and x.shape == mask.shape and x.device == mask.device:
+        return _Kept.apply(x, _known(mask)[1])
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def nonempty(mask: Tensor, keepdim: bool = False) -> Tensor:
+    """Rows with a valid token: (B,), or (B, 1)."""
+    rows = row_counts(mask) > 0
+    return rows.unsqueeze(-1) if keepdim else rows
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -27,7 +76,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of `x` over `mask`: a scalar, 0 for an empty mask."""
-    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+    return masked_sum(x, mask) / count(mask).clamp(min=1)
 
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
@@ -37,7 +86,7 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of each row over its mask: (B,), 0 for a row without valid tokens."""
-    return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
+    return row_sums(x, mask) / row_counts(mask).clamp(min=1)
 
 
 def masked_quantiles(x: Tensor, mask: Tensor, q: tuple[float, ...] = QUANTILES) -> Tensor:

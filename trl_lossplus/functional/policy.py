@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .fused import clipped_surrogate
 from .masking import row_means, row_sums, select
 
 
@@ -33,7 +34,8 @@ class PolicyTerm(NamedTuple):
 
 def log_ratio(logps: Tensor, old_logps: Tensor, clamp: float) -> Tensor:
     """log pi / pi_old of each token, bounded to [-clamp, clamp] before anything is exponentiated: (B, T)."""
-    return (logps - old_logps).clamp(-clamp, clamp)
+    difference = logps - old_logps
+    return difference if clamp == math.inf else difference.clamp(-clamp, clamp)
 
 
 def sequence_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -84,11 +86,11 @@ def ppo_clip(
 
     Sources: PPO (1707.06347) eq. 7; asymmetric range: DAPO (2503.14476); delta: INTELLECT-2 (2505.07291); dual clip: 1912.09729.
     """
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    if delta is not None:
-        ratio = ratio.clamp(max=delta)
-    pick = torch.minimum if clip_objective == "min" else torch.maximum
-    loss = -pick(ratio * advantages, clipped * advantages)
+    if delta is None:
+        loss = clipped_surrogate(ratio, advantages, 1 - epsilon_low, 1 + epsilon_high, pessimistic=clip_objective == "min")
+    else:
+        pick = torch.minimum if clip_objective == "min" else torch.maximum
+        loss = -pick(ratio.clamp(max=delta) * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
     stats = _clip_stats(ratio.detach(), advantages, 1 - epsilon_low, 1 + epsilon_high)
     if clip_ratio_c is not None:
         bound = -clip_ratio_c * advantages
