@@ -42,7 +42,7 @@ FILES = "lossplus_state_*.pt"
 SHAPE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "num_generations",
 )  # fmt: skip
-FORM = ("skip_still_rows",)
+FORM = ("skip_still_rows", "max_tokens_per_microbatch")
 ORDER = ("seed", "shuffle_dataset")
 # What may stand in a file beside tensors and plain values: it is read without running code that it may hold.
 CLASSES: list[Any] = [Window, Packing, Segment]
