@@ -39,7 +39,8 @@ def describe_loss(spec: LossSpec) -> str:
     ]
     if spec.vf_coef:
         clipped = "not clipped" if spec.cliprange_value is None else f"clipped at {spec.cliprange_value:g}"
-        parts.append(f"value loss {spec.vf_coef:g} x {spec.value_loss}, {clipped}")
+        error = {"mse": "squared error", "huber": "Huber loss"}[spec.value_loss]
+        parts.append(f"value loss {spec.vf_coef:g} x half the {error}, {clipped}")
     if spec.entropy_coef:
         parts.append(f"entropy bonus {spec.entropy_coef:g}")
     return "; ".join(parts)

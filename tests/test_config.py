@@ -418,7 +418,7 @@ CONFLICTS = [
         {"advantage_norm_scope": "groop", "advantage_normalization": "rollout"},
         ["advantage_norm_scope='groop'", "Did you mean 'group'"],
     ),
-    ({"kl_estimator": "k4", "beta": 0.1}, ["kl_estimator='k4'", "Did you mean", "low_var_kl"]),
+    ({"kl_estimator": "k4", "beta": 0.1}, ["kl_estimator='k4'", "Did you mean 'k3'?", "kl = k1, kl_div = k1", "low_var_kl = k3"]),
     ({"kl_placement": "rewards"}, ["kl_placement='rewards'", "Did you mean 'reward'"]),
     ({"kl_controller": "adaptiv", "beta": 0.1}, ["kl_controller='adaptiv'", "Did you mean 'adaptive'"]),
     ({"kl_reward_level": "tokn", **REWARD_KL}, ["kl_reward_level='tokn'", "Did you mean 'token'"]),
@@ -444,6 +444,15 @@ CONFLICTS = [
         for wrong in ("nonfinit", "finding,nonfinit", ["finding", "nonfinit"], ["finding, nonfinit"])
     ),
     *(({"snapshot_on": wrong}, [f"snapshot_on={word!r} is not known", "Allowed"]) for wrong, word in (("", ""), ([], ""), (True, True))),
+    *(({"snapshot_steps": wrong}, [f"snapshot_steps={wrong!r}", "a list of whole numbers >= 0, or None"])
+      for wrong in ("abc", 3, [1.5], [True], [-1], ["a"])),
+    ({"skip_still_rows": True, "beta": 0.1}, ["skip_still_rows=True would change the gradient", "the kl term acts", "Set it to False"]),
+    ({"skip_still_rows": True, "entropy_coef": 0.1}, ["skip_still_rows=True", "the entropy bonus acts on every row"]),
+    *(({"compact_generation": True, name: value}, ["compact_generation=True", word, "Set it to False"])
+      for name, value, word in (("use_vllm", True, "vLLM"), ("generation_kwargs", {"num_beams": 2}, "num_beams"))),
+    ({"num_generations": 5}, ["num_generations=5 does not divide the 8 completions", "Allowed with these: 2, 4, 8."]),
+    ({"critic": "adapter"}, ["critic='adapter'", "GRPOPlusConfig has no critic", "PPOPlusConfig and PPOPlusTrainer"]),
+    ({"gae_lambda": 0.9}, ["gae_lambda=0.9", "PPOPlusConfig"]),
     ({"nonfinite_policy": "skip", "fp16": True}, ["nonfinite_policy='skip'", "Set it to raise"]),
 ]  # fmt: skip
 
@@ -462,6 +471,7 @@ PPO_CONFLICTS = [
     ({"critic_learning_rate": -1e-5}, ["critic_learning_rate=-1e-05", ">= 0"]),
     ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty=-1.0", ">= 0"]),
     ({"critic_lr_scheduler_type": "cosin"}, ["critic_lr_scheduler_type='cosin'", "Did you mean 'cosine'"]),
+    *(({"critic_model_name_or_path": wrong}, [f"critic_model_name_or_path={wrong!r}", "a path or a name, or None"]) for wrong in (5, "", True)),
     ({"critic_detach": True}, ["critic_detach=True", "critic='shared'", "critic is None"]),
     ({"critic_detach": True, "critic": "model"}, ["critic_detach=True", "critic is 'model'"]),
     ({"critic_gradient_checkpointing": False, "critic": "shared"},

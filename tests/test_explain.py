@@ -557,6 +557,11 @@ WARNINGS = {
         PPO,
         "gamma=0.99 is a discount a token: of a reward after max_completion_length=512 tokens 0.0058 of it reaches the first",
     ),
+    "warmup": (
+        {**PPO, "critic_warmup_steps": 20, "max_steps": 20},
+        {**PPO, "critic_warmup_steps": 20, "max_steps": 21},
+        "critic_warmup_steps=20 is not below max_steps=20, so the policy is never trained",
+    ),
     "flat_critic": (
         {**PPO, "num_generations": 4, "zero_std_groups": "drop"},
         {"num_generations": 4, "zero_std_groups": "drop"},
@@ -696,6 +701,19 @@ def test_trainer(tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_a_recipe_of_the_toy(tmp_path, capsys):
+    """A file without a model: a recipe takes the toy's batch size then, and this command TRL's, which is said."""
+    file = tmp_path / "recipe.yaml"
+    for text, said in (
+        ("critic: shared\n", True),
+        ("model_name_or_path: x\n", False),
+        ("per_device_train_batch_size: 4\n", False),
+    ):
+        file.write_text(text)
+        assert main(["explain", "--config", str(file), "--trainer", "ppo"]) == 0
+        assert ("no model_name_or_path: a recipe then trains the toy" in capsys.readouterr().out) == said
+
+
 def test_misspelt_ppo_keys_of_a_file(tmp_path, capsys):
     """Asked about also where nothing else tells that PPO is meant."""
     file = tmp_path / "recipe.yaml"
@@ -720,7 +738,8 @@ def test_processes(recipe, capsys):
     assert "  Rollout: 64 completions = prompts 8 x num_generations 8; processes 8\n" in capsys.readouterr().out
     assert main(["explain", "--config", recipe, "--gradient_accumulation_steps", "1"]) == 2
     assert capsys.readouterr().err == (
-        "error: generation_batch_size (2) must be divisible by num_generations (8). "
+        "error: num_generations=8 does not divide the 2 completions of a rollout (per_device_train_batch_size 2 x steps_per_generation 1 x "
+        "processes 1). Allowed with these: 2. "
         "With more than 1 process, say --num_processes.\n"
     )
     few = ["--gradient_accumulation_steps", "1", "--num_processes", "4"]
@@ -761,6 +780,17 @@ def test_misspelt_keys_of_a_file(tmp_path, capsys):
         (["explain", "--config"], "--config needs a value after it."),
         (["explain", "--config", "no/such.yaml"], "--config=no/such.yaml: No such file or directory."),
         (["explain", "--num_processes", "0"], "--num_processes=0: it must be a whole number of at least 1."),
+        (["snapshot", "foo", "x"], "argument action: invalid choice: 'foo' (choose from 'show', 'diff')."),
+        (["snapshot"], "the following arguments are required: action, folders."),
+        (["memory"], "the following arguments are required: --model."),
+        (["memory", "--model", "7B", "--rows", "x"], "argument --rows: invalid int value: 'x'."),
+        (
+            ["memory", "--model", "7B", "--method", "lor"],
+            "method='lor' is not known. Did you mean 'LoRA'? Allowed: LoRA, QLoRA, full.",
+        ),
+        (["report"], "the following arguments are required: run."),
+        (["doctor", "a", "b"], "unrecognized arguments: b."),
+        (["replay"], "the following arguments are required: snapshot."),
         (["explain", "--num_generations", "1"], "GRPO requires at least 2 generations per prompt"),
     ],
 )

@@ -135,6 +135,8 @@ def test_the_command_prints_the_report(capsys):
     assert main(["--model", "7B", "--method", "QLoRA", "--rows", "2", "--checkpointing", "true"]) == 0
     printed = capsys.readouterr().out
     assert printed.strip() == memory_report("7B", method="QLoRA", rows=2)
+    assert main(["--model", "7B", "--method", "lora", "--critic", "Adapter"]) == 0
+    assert capsys.readouterr().out.strip() == memory_report("7B", method="LoRA", critic="adapter")
     assert "peak a process" in printed
 
 

@@ -36,6 +36,11 @@ Prints the loss that a configuration describes, where each term acts, the tensor
   --any_field value   any field of the configuration, trl.GRPOConfig's among them; overrides the file
 """
 
+OF_THE_TOY = (
+    "no model_name_or_path: a recipe then trains the toy, and takes the toy's batch size, lengths and rates for what the file does not name; "
+    "here it is TRL's defaults"
+)
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
@@ -197,14 +202,14 @@ def parse_config(arguments: Sequence[str], say: Callable[[str], object]) -> GRPO
     all_fields = field_names(config_classes()["ppo"])
     for line in left_aside(keys, field_names(kind), all_fields):
         say(line)
+    if path and not {"model_name_or_path", "per_device_train_batch_size"} & {*keys, *map(_flag_name, rest)}:
+        say(OF_THE_TOY)
     unknown = parser.parse_known_args(rest)[1]
     if unknown:
         raise unknown_flag(unknown[0], all_fields)
     file = ["--config", path] if path else []
     try:
         return parser.parse_args_and_config([*file, *rest], return_remaining_strings=True)[0]
-    except LossPlusError:
-        raise
     except ValueError as error:
         hint = " With more than 1 process, say --num_processes." if processes == "1" and "num_generations" in str(error) else ""
         raise LossPlusError(f"{error}{hint}") from error

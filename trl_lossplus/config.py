@@ -7,9 +7,18 @@ from typing import Any, cast
 
 from trl import GRPOConfig
 
-from .config_checks import check_budget, check_correction, check_steps, check_windows
+from .config_checks import (
+    check_budget,
+    check_correction,
+    check_generation,
+    check_steps,
+    check_still_rows,
+    check_windows,
+    field_of_ppo,
+    uneven_groups,
+)
 from .estimators import options_of
-from .fieldtypes import INHERITED, own_kinds, read, words
+from .fieldtypes import INHERITED, own_kinds, read, step_numbers, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .objective_fields import ObjectiveFields, option
@@ -173,6 +182,13 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
     default_estimator = "grpo"
     not_supplied = frozenset({"values", "old_values", "returns"})
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> GRPOPlusConfig:
+        """Refuses fields of PPO's by name: dataclasses would only say that they are not known."""
+        error = field_of_ppo(cls.__dataclass_fields__, kwargs, cls.__name__)
+        if error is not None:
+            raise error
+        return super().__new__(cls)
+
     def _read_types(self) -> None:
         """Numbers and booleans as such, whatever form they came in. Raises LossPlusError for what is none."""
         own = {name: kind for name, kind in own_kinds(type(self)).items() if name not in GRPO_FIELDS}
@@ -199,10 +215,16 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         for name, least in {"nonfinite_max_skips": 1, "snapshot_rows": 1, "resample_max_tries": 1, "loss_table_rows": 0}.items():
             if getattr(self, name) < least:
                 raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= {least}.")
+        self.snapshot_steps = step_numbers("snapshot_steps", self.snapshot_steps)
         self.snapshot_on = words("snapshot_on", self.snapshot_on, ("nonfinite", "finding"))
         self._check_skip()
+        check_generation(self)
         spec = self.loss_spec()
-        super().__post_init__()
+        check_still_rows(self, spec)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise uneven_groups(self) or error from None
         self._check_skip()
         check_windows(self, spec)
         check_budget(self)

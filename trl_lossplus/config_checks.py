@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from transformers.training_args import OptimizerNames
 
 from .functional.errors import LossPlusError
 from .registry import POLICY_LOSSES
 from .spec import LossSpec
+from .still_rows import what_moves_still_rows
 
 if TYPE_CHECKING:
     from .config import GRPOPlusConfig
+
+# Settings of generation_kwargs that choose another loop than that of compact_generation, or another cache.
+OTHER_WAYS = (
+    "num_beams", "num_return_sequences", "use_cache", "cache_implementation", "penalty_alpha", "guidance_scale", "dola_layers",
+    "prompt_lookup_num_tokens", "return_dict_in_generate", "constraints", "force_words_ids", "prefill_chunk_size",
+)  # fmt: skip
 
 
 def check_correction(args: GRPOPlusConfig, spec: LossSpec) -> None:
@@ -91,3 +100,56 @@ def check_budget(args: GRPOPlusConfig) -> None:
         reason = f"optim={OptimizerNames(args.optim).value!r} updates the weights in each backward pass. Remove one"
     if reason is not None:
         raise LossPlusError(f"max_tokens_per_microbatch={budget}: {reason}.")
+
+
+def check_still_rows(args: GRPOPlusConfig, spec: LossSpec, *, auxiliary: bool = False) -> None:
+    """Rows left out that move the weights; `auxiliary`: whether a router's loss is part of it. Raises LossPlusError."""
+    if not args.skip_still_rows:
+        return
+    everywhere = "the auxiliary loss of the router" if auxiliary else "the entropy bonus"
+    if auxiliary or args.use_adaptive_entropy or spec.entropy_coef != 0.0:
+        reason: str | None = f"{everywhere} acts on every row"
+    else:
+        reason = what_moves_still_rows(spec)
+    if reason is not None:
+        raise LossPlusError(f"skip_still_rows=True would change the gradient: {reason}. Set it to False.")
+
+
+def check_generation(args: GRPOPlusConfig) -> None:
+    """compact_generation where completions do not come from transformers' own loop. Raises LossPlusError."""
+    if not args.compact_generation:
+        return
+    ways = [name for name in OTHER_WAYS if name in (args.generation_kwargs or {})]
+    reasons = (
+        (args.use_vllm, "completions come from vLLM, which does the same by itself"),
+        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching schedules rows itself"),
+        (args.cache_implementation is not None, f"cache_implementation={args.cache_implementation!r} is not chosen from by row"),
+        (bool(ways), f"generation_kwargs has {', '.join(ways)}, which it does not take"),
+    )
+    reason = next((reason for holds, reason in reasons if holds), None)
+    if reason is not None:
+        raise LossPlusError(f"compact_generation=True: {reason}. Set it to False.")
+
+
+def uneven_groups(args: GRPOPlusConfig) -> LossPlusError | None:
+    """The error for completions a prompt that do not divide a rollout's, None where they do."""
+    group, total = args.num_generations, args.generation_batch_size
+    if not group or not total or total % group == 0:
+        return None
+    fits = [str(n) for n in range(2, total + 1) if total % n == 0]
+    return LossPlusError(
+        f"num_generations={group} does not divide the {total} completions of a rollout (per_device_train_batch_size "
+        f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation} x processes {args.world_size}). "
+        f"Allowed with these: {', '.join(fits) or 'none'}."
+    )
+
+
+def field_of_ppo(names: Iterable[str], given: Mapping[str, Any], kind: str) -> LossPlusError | None:
+    """The error for a setting of PPO's that a configuration without a critic is given; `names`: that it has."""
+    from .ppo_config import PPOPlusConfig
+
+    theirs = {item.name for item in fields(PPOPlusConfig)} - set(names)
+    name = next((name for name in given if name in theirs), None)
+    if name is None:
+        return None
+    return LossPlusError(f"{name}={given[name]!r}: {kind} has no critic. Take PPOPlusConfig and PPOPlusTrainer.")

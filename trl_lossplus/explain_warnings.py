@@ -51,6 +51,8 @@ cut_off: mask_truncated_completions leaves out the completions that truncated_co
     remove one of them.
 discount: gamma={gamma:g} is a discount a token: of a reward after max_completion_length={max_completion_length} tokens
     {discounted:.2g} of it reaches the first: set gamma=1 unless an early end is meant to count.
+warmup: critic_warmup_steps={critic_warmup_steps} is not below max_steps={max_steps}, so the policy is never trained: lower it, or raise
+    max_steps.
 flat_critic: With a critic the completions of a group whose rewards are all equal have advantages too, and
     zero_std_groups={zero_std_groups} leaves them out: set it to keep.
 """
@@ -136,10 +138,11 @@ def _given_with_critic(facts: Facts) -> dict[str, bool]:
     """The same for the warnings that only PPO has."""
     spec, ppo = facts.spec, facts.ppo
     if ppo is None:
-        return dict.fromkeys(("value_clip", "cut_off", "flat_critic"), False)
+        return dict.fromkeys(("value_clip", "cut_off", "flat_critic", "warmup"), False)
     for_cut_off: Any = ppo.truncated_completions == "bootstrap" or ppo.missing_eos_penalty
     return {
         "value_clip": spec.cliprange_value is not None and ppo.is_on_policy,
         "cut_off": ppo.mask_truncated_completions and bool(for_cut_off),
+        "warmup": 0 < ppo.max_steps <= ppo.critic_warmup_steps,
         "flat_critic": spec.zero_std_groups in ("drop", "resample"),
     }

@@ -73,6 +73,24 @@ def read(name: str, value: Any, kind: type, optional: bool, least: float | None 
     return number
 
 
+def step_numbers(name: str, value: Any) -> list[int] | None:
+    """
+    A field that holds a list of optimizer steps.
+
+    Raises:
+        LossPlusError: it is no list, or something in it is no whole number >= 0.
+    """
+    if value is None:
+        return None
+    wrong = LossPlusError(f"{name}={value!r}: it must be a list of whole numbers >= 0, or None.")
+    if not isinstance(value, list | tuple):
+        raise wrong
+    try:
+        return [read(name, item, int, False, 0) for item in value]
+    except LossPlusError:
+        raise wrong from None
+
+
 def words(name: str, value: Any, allowed: Sequence[str]) -> list[str] | None:
     """
     A field that holds one or several of `allowed`: a list, a text with commas, or a list of such texts (as the command line gives it).

@@ -9,11 +9,12 @@ CUDA's context and libraries (about 1 GB), fragmentation (5 to 15%), vLLM, and t
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from .arguments import Parser
 from .functional.errors import LossPlusError, unknown_name
 from .trainers.frozen_head import TILE_TOKENS, TILE_VOCABULARY, tokens_at_once
 
@@ -299,19 +300,28 @@ def gib(size: float) -> str:
     return f"{size / 2**30:9.2f} GiB" if size >= 2**30 / 100 else f"{size / 2**20:9.2f} MiB"
 
 
+SPELLINGS = {"method": METHODS, "critic": CRITICS, "dtype": BYTES, "device": DEVICES}
+
+
+def _spelled(allowed: Iterable[str], word: str) -> str:
+    """The allowed name that a word is but for upper and lower case, else the word."""
+    return next((name for name in allowed if name.lower() == word.lower()), word)
+
+
 def main(arguments: Sequence[str]) -> int:
     """`trl-lossplus memory`: prints the report, or with --config that of a recipe. Returns the exit status."""
     if any(word.split("=")[0] == "--config" for word in arguments):
         from .memory_config import main as of_a_recipe
 
         return of_a_recipe(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trl-lossplus memory",
         description="The memory of a training step, by parts; with --config that of a recipe (--config FILE --help).",
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(SHAPES)}, a path or a hub name")
     for name, value in vars(Setup()).items():
-        kind = (lambda word: word.lower() in ("true", "1", "yes")) if isinstance(value, bool) else type(value)
+        kind: Any = (lambda word: word.lower() in ("true", "1", "yes")) if isinstance(value, bool) else type(value)
+        kind = partial(_spelled, SPELLINGS[name]) if name in SPELLINGS else kind
         parser.add_argument(f"--{name}", type=kind, default=value, help=f"default {value}")
     words = vars(parser.parse_args(arguments))
     print(memory_report(words.pop("model"), **words))

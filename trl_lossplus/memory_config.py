@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .arguments import Parser
 from .functional.errors import LossPlusError
 from .memory import BYTES, QUANTIZED, Estimate, Setup, Shape, estimate, gib, memory_report, shape_of
 
@@ -125,7 +125,7 @@ def in_a_line(found: Need) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """`trl-lossplus memory --config FILE --gpu GIB`: prints the report of a recipe. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trl-lossplus memory", description="What a recipe's YAML needs of one GPU.")
+    parser = Parser(prog="trl-lossplus memory", description="What a recipe's YAML needs of one GPU.")
     parser.add_argument("--config", required=True, help="a recipe's YAML; it must name a model")
     parser.add_argument("--gpu", type=float, required=True, help="the GPU's memory in GiB")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the longest prompt; default 256")

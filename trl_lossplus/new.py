@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from .arguments import Parser
 from .functional.errors import LossPlusError
 
 SUFFIX = ".tmpl"  # of the templates in project/; NAME in them is the project's
@@ -56,7 +56,7 @@ def _sample() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """`trl-lossplus new FOLDER`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trl-lossplus new", description="Writes a project to start from.")
+    parser = Parser(prog="trl-lossplus new", description="Writes a project to start from.")
     parser.add_argument("folder", help="where; it must not be there yet, or be empty")
     folder = parser.parse_args(arguments).folder
     written = new_project(folder)

@@ -9,6 +9,7 @@ import pytest
 from htmlpage import browser, check_page, chromium
 from synthetic import STEPS, at, healthy, ramp, run
 
+from trl_lossplus import LossPlusError
 from trl_lossplus.diagnostics.report import main, report, sample_completions
 from trl_lossplus.diagnostics.report_plots import density
 
@@ -131,8 +132,11 @@ def test_command(tmp_path, capsys):
     assert "page.html" in capsys.readouterr().out
     check_page(page.read_text())
     assert main([str(tmp_path / "nowhere")]) == 3
-    assert main([str(tmp_path / "run"), "-o", str(tmp_path / "no" / "such" / "folder.html")]) == 3
-    assert capsys.readouterr().err.count("error: ") == 2
+    assert capsys.readouterr().err.count("error: ") == 1
+    path = str(tmp_path / "no" / "such" / "folder.html")
+    with pytest.raises(LossPlusError) as error:
+        main([str(tmp_path / "run"), "-o", path])
+    assert str(error.value) == f"--output={path}: cannot be written (No such file or directory)."
 
 
 MEASURE = """<script>addEventListener('load', () => {

@@ -20,7 +20,9 @@ def test_toy_without_arguments(capsys):
     assert ppo.main(["--max_steps", "5", "--output_dir", "out"]) == 0
     lines = own_lines(capsys.readouterr().out)
     assert lines[0] == "processes: 1 (NO, device cpu)"
-    assert re.search("advantages gae, whitened \\(rollout\\); no KL; value loss 0.5 x mse, clipped at 0.2$", lines[1])
+    assert re.search(
+        "advantages gae, whitened \\(rollout\\); no KL; value loss 0.5 x half the squared error, clipped at 0.2$", lines[1]
+    )
     assert re.fullmatch(r"critic: model, \d+ parameters of its own, learning rate [\d.]+", lines[2])
     steps = [line for line in lines if line.startswith("step")]
     assert [line.split("  ")[:2] for line in steps][3:] == [["step 4/5", "rollout 1"], ["step 5/5", "rollout 2"]]

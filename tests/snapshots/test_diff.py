@@ -14,7 +14,7 @@ from trl_lossplus import LossBatch, LossSpec, PolicyTerm, Snapshot, diff, regist
 from trl_lossplus.cli import main
 from trl_lossplus.functional import kl
 from trl_lossplus.registry import POLICY_LOSSES
-from trl_lossplus.snapshots.diff import INPUTS
+from trl_lossplus.snapshots.diff import INPUTS, row_cosines
 from trl_lossplus.snapshots.relation import relation
 
 ALL = {"beta": 0.1, "vf_coef": 0.3}
@@ -174,6 +174,14 @@ def test_diff_of_the_same(tmp_path, capsys):
     assert found["headline"].startswith("Nothing differs")
     assert found["cosine"] == pytest.approx(1.0, abs=1e-6)
     assert found["row_cosines"] == pytest.approx([1.0] * 6, abs=1e-6)
+
+
+def test_no_row_of_the_same_has_turned():
+    """Rows without a gradient, and with one too small for a plain cosine, are equal to themselves; a row that lost its gradient is not."""
+    a = torch.tensor([[0.0, 0.0], [1e-30, 2e-30], [1.0, -1.0], [3.0, 4.0], [1e-9, 0.0]])
+    assert row_cosines(a, a).tolist() == [1.0] * 5
+    b = torch.tensor([[0.0, 0.0], [-2e-30, 1e-30], [0.0, 0.0], [4.0, 3.0], [-2e-9, 0.0]])
+    assert row_cosines(a, b).tolist() == pytest.approx([1.0, 0.0, 0.0, 24 / 25, -1.0], abs=1e-6)
 
 
 def test_diff_places_and_sizes():

@@ -104,6 +104,9 @@ def test_whole_or_not_at_all(saved, monkeypatch, fails_at):
 
 def test_foreign_and_newer(saved, tmp_path):
     refused(tmp_path / "nowhere", "no snapshot here")
+    for name in ("step-10", "step-9"):
+        step(LossSpec())[0].save(saved.parent / "several" / name)
+    refused(saved.parent / "several", "; folders in it that hold one: step-9, step-10.")
     good = (saved / "rank-0.json").read_text()
     for text, words in (
         ("", "not a snapshot, or a truncated one"),

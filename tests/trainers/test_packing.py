@@ -5,11 +5,11 @@ import torch
 
 from trl_lossplus import LossPlusError, LossSpec, PolicyTerm, Window, register_policy_loss
 from trl_lossplus.registry import POLICY_LOSSES
+from trl_lossplus.still_rows import what_moves_still_rows
 from trl_lossplus.trainers.budget import Packed, Padded, row_facts
 from trl_lossplus.trainers.dealing import deal_windows, share_out
 from trl_lossplus.trainers.packing import pack
 from trl_lossplus.trainers.segment_attention import Segment, UnsupportedAttention, segment_attention
-from trl_lossplus.trainers.still_rows import what_moves_still_rows
 
 # Two completions of prompt 5 6, one of prompt 7; the second row ends early, the third is empty.
 PROMPTS = torch.tensor([[5, 6], [5, 6], [0, 7], [5, 6]])

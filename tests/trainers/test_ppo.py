@@ -345,6 +345,21 @@ def test_refusals(toy, tmp_path):
         run._refuse_vision()
 
 
+def test_a_critic_of_another_kind_is_refused(toy, tmp_path):
+    """As a start, and in a checkpoint: by one line that names both kinds, before anything is loaded."""
+    saved = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    ppo(toy, tmp_path, "adapter", **saved).train()
+    ppo(toy, tmp_path / "shared", "shared", lora=True, **saved).train()
+    for other, kind, folder in (("shared", "adapter", tmp_path), ("adapter", "shared", tmp_path / "shared")):
+        checkpoint = str(folder / "checkpoint-1")
+        with pytest.raises(
+            LossPlusError, match=f"holds a critic of kind '{kind}', and critic is '{other}'. Set critic='{kind}', or"
+        ):
+            ppo(toy, tmp_path / "new", other, lora=True, critic_model_name_or_path=f"{checkpoint}/critic")
+        with pytest.raises(LossPlusError, match=f"checkpoint-1' holds a critic of kind '{kind}', and critic is '{other}'.$"):
+            ppo(toy, tmp_path / "new", other, lora=True, max_steps=2).train(resume_from_checkpoint=checkpoint)
+
+
 def test_vllm_gets_no_parameter_of_the_critic(toy, tmp_path):
     """What is sent to vLLM: every parameter of the policy, none of the critic."""
     run = ppo(toy, tmp_path, "model")

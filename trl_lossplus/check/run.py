@@ -9,13 +9,13 @@ import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from ..arguments import Parser
 from ..cli import PROG, quiet
 from ..config import GRPOPlusConfig
-from ..functional.errors import LossPlusError
 from ..ppo_config import PPOPlusConfig
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, import_function
 from ..toy import TOY_LORA, save_toy, toy_dataset
@@ -42,13 +42,6 @@ dictionary, and returns the list of its per-token losses (to minimise, not reduc
 --plain_estimator my.module:plain, where plain(rewards, groups, options) takes one reward (None: not scored) and one prompt number
 a completion and returns one advantage a completion; for an estimator that works token by token plain(row, options) takes the
 rewards (and values) of one completion's tokens and returns (advantages, returns)."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are LossPlusErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise LossPlusError(f"{message}.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

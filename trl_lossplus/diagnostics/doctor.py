@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from ..arguments import Parser
 from .rules import DOCS, READS, SEVERITIES, Finding, apply
 from .runlog import RunLog, RunLogError, read_run
 from .view import View
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`trl-lossplus doctor`."""
-    parser = argparse.ArgumentParser(prog="trl-lossplus doctor", description="What is wrong with a run, from its log.")
+    parser = Parser(prog="trl-lossplus doctor", description="What is wrong with a run, from its log.")
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..arguments import Parser
 from ..functional.errors import LossPlusError
 from .doctor import LABELS, UNREADABLE, diagnose
 from .page import page, setting_table
@@ -223,22 +224,25 @@ def run(args: argparse.Namespace) -> int:
     Writes the report.
 
     Returns:
-        0, or 3 for a log that cannot be read or a file that cannot be written (told in one line on stderr).
+        0, or 3 for a log that cannot be read (told in one line on stderr). Raises LossPlusError for a file that cannot be written.
     """
     try:
         logs = [read_run(path) for path in (args.run, args.other) if path is not None]
         page = report(*logs)
-        Path(args.output).write_text(page, encoding="utf-8")
     except (RunLogError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return UNREADABLE
+    try:
+        Path(args.output).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise LossPlusError(f"--output={args.output}: cannot be written ({error.strerror}).") from None
     print(f"{args.output}: {len(page) / 1000:.0f} kB")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`trl-lossplus report`. Raises LossPlusError where matplotlib is not installed."""
-    parser = argparse.ArgumentParser(prog="trl-lossplus report", description="Findings and charts of a run as one HTML file.")
+    parser = Parser(prog="trl-lossplus report", description="Findings and charts of a run as one HTML file.")
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ..arguments import Parser
 from ..functional.errors import LossPlusError, unknown_name
 from ..spec import LossSpec
 from .describe import as_html, as_text, text_table
@@ -78,7 +78,7 @@ def snapshot_main(argv: Sequence[str]) -> int:
     Returns:
         0 (equal), or 1 where a diff found something. Raises LossPlusError for what cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="trl-lossplus snapshot", description="Looks at snapshots, or compares two.")
+    parser = Parser(prog="trl-lossplus snapshot", description="Looks at snapshots, or compares two.")
     parser.add_argument("action", choices=("show", "diff"))
     parser.add_argument("folders", nargs="+", help="one folder to show, two to compare")
     parser.add_argument("--rank", type=int, help="whose part to read (default: all processes' together)")
@@ -136,7 +136,7 @@ def replay_main(argv: Sequence[str]) -> int:
 
     Prints a table of the snapshot's own loss and of each variant. Raises LossPlusError for bad input.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trl-lossplus replay",
         description="A snapshot's tensors under another loss. Further flags are fields of the loss; commas sweep.",
     )

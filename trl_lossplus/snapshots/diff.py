@@ -233,6 +233,12 @@ def token_losses(part: MicroSnapshot, spec: LossSpec) -> Tensor:
     return torch.where(part.batch.mask, total, torch.zeros_like(total))
 
 
+def row_cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Cosines (B,) between the rows of two (B, T), whatever their size; 1 where they are equal, also as zeros."""
+    x, y = (rows / rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny) for rows in (a, b))
+    return torch.where((a == b).all(1), 1.0, torch.nn.functional.cosine_similarity(x, y, dim=1))
+
+
 def _compare_tokens(result: Difference, a: Snapshot, b: Snapshot, tokens: int, rows: int) -> None:
     """Cosines by row, the tokens whose loss changed most, and the rows that hold them."""
     first, listed, whole = 0, [], []
@@ -240,7 +246,7 @@ def _compare_tokens(result: Difference, a: Snapshot, b: Snapshot, tokens: int, r
         before, after = token_losses(x, a.spec), token_losses(y, b.spec)
         change = (after - before).nan_to_num(nan=float("inf"))
         size = change.abs()
-        result.row_cosines += torch.nn.functional.cosine_similarity(x.gradient, y.gradient, dim=1).tolist()
+        result.row_cosines += row_cosines(x.gradient, y.gradient).tolist()
         for flat_index in size.flatten().topk(min(tokens, size.numel())).indices.tolist():
             r, t = divmod(flat_index, size.shape[1])
             if size[r, t] > 0:

@@ -63,7 +63,9 @@ def read_described(path: Path, newest: int) -> dict[str, Any]:
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LossPlusError(f"{path}: no snapshot here ({error.strerror}).") from None
+        inside = sorted({part.parent.name for part in path.parent.glob("*/rank-*.json")}, key=lambda name: (len(name), name))
+        hint = f"; folders in it that hold one: {', '.join(inside)}" if inside else ""
+        raise LossPlusError(f"{path}: no snapshot here ({error.strerror}){hint}.") from None
     except (ValueError, RecursionError) as error:
         raise LossPlusError(f"{path}: not a snapshot, or a truncated one ({error}).") from None
     if not isinstance(described, dict) or not isinstance(described.get("format"), int):

@@ -106,6 +106,16 @@ class Critic:
         """Reads what `save` wrote. Raises LossPlusError where it is not there."""
         raise NotImplementedError
 
+    def start_from(self, folder: Path) -> None:
+        """`load` of an earlier run's critic. Raises LossPlusError also for one of another kind."""
+        found = kind_in(folder)
+        if found not in (None, self.kind):
+            raise LossPlusError(
+                f"critic_model_name_or_path={str(folder)!r} holds a critic of kind {found!r}, and critic is {self.kind!r}. Set "
+                f"critic={found!r}, or take the critic/ folder of a run with critic={self.kind!r}."
+            )
+        self.load(folder)
+
     def _install(self) -> None:
         """Gives the policy module's forward its role."""
         inner = self.policy.forward
@@ -145,6 +155,14 @@ class Critic:
         write(getattr(self.policy, HEAD).weight, load_file(path)["weight"])
 
 
+def kind_in(folder: Path) -> str | None:
+    """The kind of critic that a run wrote into a folder, None where there is none."""
+    try:
+        return str(json.loads((folder / "critic.json").read_text())["critic"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ModelCritic.kind if (folder / "config.json").exists() else None
+
+
 def _by_suffix(state_dict: dict[str, Tensor], suffix: str) -> Tensor:
     return next(tensor for name, tensor in state_dict.items() if name.endswith(suffix))
 
@@ -171,7 +189,7 @@ class AdapterCritic(Critic):
         keep_adapter_in_recomputation(base_of(policy))
         self._install()
         if start is not None:
-            self.load(start)
+            self.start_from(start)
 
     def forward(self, **inputs: Any) -> Tensor:
         with active_adapter(self.policy, ADAPTER):
@@ -209,7 +227,7 @@ class SharedCritic(Critic):
         self._install()
         trunk_of(policy).register_forward_hook(self._see, prepend=True)  # before packed rows leave states out
         if start is not None:
-            self.load(start)
+            self.start_from(start)
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._seen is not None and adapters_of(self.policy) == self._adapters:  # a LoRA reference is the same trunk

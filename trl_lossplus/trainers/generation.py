@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..config_checks import check_generation
 from ..functional.errors import LossPlusError
 from .adapters import base_of
 
@@ -26,10 +27,6 @@ PER_ROW = ("attention_mask", "position_ids", "token_type_ids")  # what `generate
 KINDS = ("full_attention", "sliding_attention")  # of layers whose cache rows can be chosen from
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Settings of `generate` under which it is not a loop over rows that are sampled one token at a time from a growing cache.
-OTHER_WAYS = (
-    "num_beams", "num_return_sequences", "use_cache", "cache_implementation", "penalty_alpha", "guidance_scale", "dola_layers",
-    "prompt_lookup_num_tokens", "return_dict_in_generate", "constraints", "force_words_ids", "prefill_chunk_size",
-)  # fmt: skip
 
 
 def prepare(trainer: GRPOPlusTrainer, rollout_func: Any) -> Callable[[], AbstractContextManager[None]]:
@@ -41,25 +38,21 @@ def prepare(trainer: GRPOPlusTrainer, rollout_func: Any) -> Callable[[], Abstrac
     """
     if not trainer.args.compact_generation:
         return nullcontext
+    check_generation(trainer.args)
     policy = base_of(trainer.model)
-    reason = why_not_compact(policy, trainer.args, is_vision=trainer.is_vision, rollout_func=rollout_func is not None)
+    reason = why_not_compact(policy, is_vision=trainer.is_vision, rollout_func=rollout_func is not None)
     if reason is not None:
         raise LossPlusError(f"compact_generation=True: {reason}. Set it to False.")
     return partial(compact, policy)
 
 
-def why_not_compact(model: nn.Module, args: Any, *, is_vision: bool, rollout_func: bool) -> str | None:
-    """Why a transformers model (not wrapped) cannot generate so under a GRPOConfig, or None where it can."""
+def why_not_compact(model: nn.Module, *, is_vision: bool, rollout_func: bool) -> str | None:
+    """Why a transformers model (not wrapped) cannot generate so, or None where it can."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
-    ways = [name for name in OTHER_WAYS if name in (args.generation_kwargs or {})]
     reasons = (
         (rollout_func, "rollout_func makes the completions"),
-        (args.use_vllm, "completions come from vLLM, which does the same by itself"),
-        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching schedules rows itself"),
         (is_vision, "a vision-language model's prompts carry images"),
-        (args.cache_implementation is not None, f"cache_implementation={args.cache_implementation!r} is not chosen from by row"),
-        (bool(ways), f"generation_kwargs has {', '.join(ways)}, which it does not take"),
         (bool(others), f"{config.model_type} has layers of kind {', '.join(others)}, whose cache is not chosen from by row"),
     )
     return next((reason for holds, reason in reasons if holds), None)

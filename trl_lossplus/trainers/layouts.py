@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..config_checks import check_still_rows
 from ..functional.errors import LossPlusError
 from ..loss import Statistic
 from ..registry import POLICY_LOSSES
@@ -25,7 +26,6 @@ from .minibatch import PARTS, MicroBatch, RowTable, trim
 from .packing import Packing, pack
 from .rollout_pass import ROWS
 from .segment_attention import OURS, REPLACED, install, packed_rows
-from .still_rows import what_moves_still_rows
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -175,12 +175,7 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
     args, auxiliary = trainer.args, trainer.aux_loss_enabled
     reads_entropy = "entropies" in POLICY_LOSSES.get(trainer.spec.policy_loss).requires
     trainer.entropy_has_gradient = reads_entropy or trainer.entropy_bonus_enabled
-    if args.skip_still_rows:
-        reason = what_moves_still_rows(trainer.spec)
-        if auxiliary or trainer.entropy_bonus_enabled:
-            reason = f"the {'auxiliary loss of the router' if auxiliary else 'entropy bonus'} acts on every row"
-        if reason is not None:
-            raise LossPlusError(f"skip_still_rows=True would change the gradient: {reason}. Set it to False.")
+    check_still_rows(args, trainer.spec, auxiliary=auxiliary)
     if args.max_tokens_per_microbatch is not None and (trainer.is_vision or auxiliary):
         reason = "a vision-language model's rows carry images" if trainer.is_vision else AUXILIARY
         raise LossPlusError(f"max_tokens_per_microbatch={args.max_tokens_per_microbatch}: {reason}. Leave it unset.")

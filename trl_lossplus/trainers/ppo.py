@@ -21,7 +21,8 @@ from ..loss import LossOutput, compute_loss
 from ..ppo_config import PPOPlusConfig
 from ..spec import LossSpec
 from . import layouts
-from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, without_critic
+from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, kind_in, without_critic
+from .failures import told_once
 from .grpo import GRPOPlusTrainer
 from .minibatch import PASSES, MicroBatch
 from .rollout_pass import Chunk, placed
@@ -258,6 +259,13 @@ class PPOPlusTrainer(GRPOPlusTrainer):
             self.critic.save(Path(str(folder)) / "critic", state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        found = kind_in(Path(resume_from_checkpoint) / "critic")
+        if found != self.critic.kind:
+            holds = "holds no critic" if found is None else f"holds a critic of kind {found!r}"
+            with told_once(self.accelerator.process_index):
+                raise LossPlusError(
+                    f"resume_from_checkpoint={resume_from_checkpoint!r} {holds}, and critic is {self.critic.kind!r}."
+                )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.critic.load(Path(resume_from_checkpoint) / "critic")
         self.critic.ensure_trainable()

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from ..batch import LossBatch
-from ..loss import compute_loss
-from ..registry import POLICY_LOSSES
-from ..spec import LossSpec
+from .batch import LossBatch
+from .loss import compute_loss
+from .registry import POLICY_LOSSES
+from .spec import LossSpec
 
 
 def what_moves_still_rows(spec: LossSpec) -> str | None:
