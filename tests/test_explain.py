@@ -786,7 +786,7 @@ def test_misspelt_keys_of_a_file(tmp_path, capsys):
         (["memory", "--model", "7B", "--rows", "x"], "argument --rows: invalid int value: 'x'."),
         (
             ["memory", "--model", "7B", "--method", "lor"],
-            "method='lor' is not known. Did you mean 'LoRA'? Allowed: LoRA, QLoRA, full.",
+            "method='lor' is not known. Allowed: LoRA, QLoRA, full.",
         ),
         (["report"], "the following arguments are required: run."),
         (["doctor", "a", "b"], "unrecognized arguments: b."),

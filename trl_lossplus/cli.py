@@ -38,7 +38,7 @@ Prints the loss that a configuration describes, where each term acts, the tensor
 
 OF_THE_TOY = (
     "no model_name_or_path: a recipe then trains the toy, and takes the toy's batch size, lengths and rates for what the file does not name; "
-    "here it is TRL's defaults"
+    "here TRL's defaults hold"
 )
 
 
