@@ -4,7 +4,8 @@ How long each policy objective takes, forward and backward on (64, 2048) tokens,
     python benchmarks/objectives.py [--rows 64] [--tokens 2048] [--repeats 15] [--only NAME ...]
 
 Prints CPU seconds (median), and the ratio to ppo_clip taken pairwise: each objective alternates with ppo_clip, so that whatever
-else the machine does falls on both. `loss` is all of `compute_loss` and its backward; `objective` the objective's own function.
+else the machine does falls on both. `loss` is all of `compute_loss` and its backward, the batch being the whole optimizer step;
+`objective` the objective's own function and its backward.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def tensors(rows: int, length: int) -> dict[str, Tensor]:
 def once(name: str, batch: dict[str, Tensor], whole: bool) -> Callable[[], float]:
     """A function that computes the loss and its gradient once and returns the CPU seconds."""
     entry, spec = POLICY_LOSSES.get(name), LossSpec(policy_loss=name)
-    made = over_step(LossBatch(**batch).clean(), spec)
+    made = {} if whole else over_step(LossBatch(**batch).clean(), spec)
     window = Window(int(batch["mask"].sum()), len(batch["mask"]))
 
     def run() -> float:
         logps = batch["logps"].clone().requires_grad_()
         start = time.process_time()
         own = LossBatch(**{**batch, "logps": logps}, **made)
-        if whole:
+        if whole:  # with what the objective computes over a step
             loss = compute_loss(own, spec, window).loss
         else:
             loss = entry.func(DeclaredView(own, name, entry.requires), spec).per_token.sum()  # type: ignore[arg-type]

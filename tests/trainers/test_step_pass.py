@@ -13,6 +13,7 @@ ROWS = 16  # an optimizer step
 OBJECTIVES = {
     "clip_cov": {"policy_loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_min": 0.05, "clip_cov_max": 9.0},
     "kl_cov": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.1, "kl_cov_coef": 0.5},
+    "m2po": {"policy_loss": "m2po", "m2_threshold": 0.01},
     "real": {"policy_loss": "real"},
     "real, by tokens": {"policy_loss": "real", "loss_aggregation": "token_mean", "zero_std_groups": "drop"},
 }
@@ -47,10 +48,12 @@ def test_every_accumulation_trains_the_same(toy, tmp_path, name, iterations):
     assert apart(weights(runs[0]), start) > 1e-3
     for run in runs[1:]:
         assert apart(weights(run), weights(runs[0])) < 1e-6
-        for metric in ("loss", "loss/policy", "clip_cov_ratio", "kl_cov_ratio", "real_groups"):
+        for metric in ("loss", "loss/policy", "clip_cov_ratio", "kl_cov_ratio", "m2po_dropped", "real_groups"):
             assert logged(run, metric) == pytest.approx(logged(runs[0], metric), rel=1e-4, abs=1e-6), metric
     if "cov" in name:
         assert min(logged(runs[0], f"{name}_ratio")) > 0.02
+    if name == "m2po":
+        assert 0.02 < max(logged(runs[0], "m2po_dropped")) < 0.9
 
 
 @pytest.mark.parametrize(

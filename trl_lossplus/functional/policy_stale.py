@@ -103,13 +103,12 @@ def m2po_dropped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, thresho
     """
     d, advantages = log_ratio.detach(), advantages.expand(mask.shape)
     among = mask & (((advantages > 0) & (d > 0)) | ((advantages < 0) & (d < 0)))
-    moments = d[among].double() ** 2
-    ordered = moments.sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    ordered = d[among].abs().sort().values
+    means = (ordered.double() ** 2).cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     kept = int((means <= threshold).sum())  # the means of a sorted list rise
     if kept == len(ordered):
         return torch.zeros_like(mask)
-    return among & (d.double() ** 2 >= ordered[kept])
+    return among & (d.abs() >= ordered[kept])
 
 
 def m2po(ratio: Tensor, advantages: Tensor, dropped: Tensor) -> PolicyTerm:
