@@ -16,6 +16,7 @@ from typing import Any
 from trl_lossplus import LossPlusError
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_ALONE = re.compile(r"\s*(-?\d[\d,]*(?:\.\d+)?)\.?\s*")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -41,6 +42,13 @@ def right_number(completions: list, answer: list, **kwargs: Any) -> list[float |
     wanted = [last_number(str(value)) for value in answer]
     found = [last_number(completion_text(completion)) for completion in completions]
     return [None if right is None else float(right == number) for right, number in zip(wanted, found, strict=True)]
+
+
+def number_alone(completions: list, answer: list, **kwargs: Any) -> list[float | None]:
+    """`right_number`, but 0 too where the completion holds anything beside the number (white space and a full stop aside)."""
+    alone = [_ALONE.fullmatch(completion_text(completion)) is not None for completion in completions]
+    scores = right_number(completions, answer)
+    return [None if score is None else score * bare for score, bare in zip(scores, alone, strict=True)]
 
 
 def exact_match(completions: list, answer: list, **kwargs: Any) -> list[float | None]:

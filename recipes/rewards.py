@@ -22,7 +22,7 @@ from trl_lossplus.functional.errors import unknown_name
 from trl_lossplus.toy import keyword_reward
 from trl_lossplus.trainers.checks import check_model_path
 
-from .answers import exact_match, math_accuracy, reasoning_gym_score, right_number
+from .answers import exact_match, math_accuracy, number_alone, reasoning_gym_score, right_number
 from .shapes import Format, LengthTarget
 
 Reward = Callable[..., list[float | None]]
@@ -31,6 +31,7 @@ Settings = Mapping[str, Any]
 READY: dict[str, Reward] = {
     "keyword": keyword_reward,  # type: ignore[dict-item]
     "right_number": right_number,
+    "number_alone": number_alone,
     "exact_match": exact_match,
     "math_accuracy": math_accuracy,
     "reasoning_gym": reasoning_gym_score,

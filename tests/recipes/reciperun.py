@@ -21,13 +21,13 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-def launch(words, through=(), script="grpo"):
+def launch(words, through=(), script="grpo", timeout=240):
     """A recipe with `words` in a process of its own: (exit status, stdout, stderr). `through`: a launcher's words."""
     run = subprocess.run(
         [sys.executable, *through, str(ROOT / "recipes" / f"{script}.py"), *words],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     return run.returncode, run.stdout, run.stderr

@@ -71,6 +71,7 @@ CLAIMS = {
     "qlora": {"policy_loss": "ppo_clip", "loss_aggregation": "token_mean", "beta": 0.001, "kl_placement": "loss"},
     "smollm2_lora": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "beta": 0.02, "kl_placement": "loss"},
     "smollm2_grpo": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "scale_rewards": "group", "kl_placement": "none"},
+    "smollm2_ppo": {**PPO, "epsilon_high": 0.28, "gae_lambda": 0.95, "advantage_normalization": "rollout"},
     "toy_ppo": {**PPO, "advantage_normalization": "rollout"},
     "ppo_lora": PPO,
     "ppo_full": PPO,
@@ -78,6 +79,7 @@ CLAIMS = {
     "ppo_from_reward_model": PPO,
 }
 CRITICS = {
+    "smollm2_ppo": "adapter",
     "toy_ppo": "model",
     "ppo_lora": "adapter",
     "ppo_full": "model",
@@ -105,7 +107,8 @@ def test_config_is_what_its_comment_claims(path):
     assert {name: getattr(spec, name) for name in CLAIMS[path.stem]} == CLAIMS[path.stem]
     assert report.describe_loss(spec)
     assert getattr(training, "critic", None) == CRITICS.get(path.stem)
-    off_policy = {"dapo": 4, "gspo": 4, "cispo": 4, "smollm2_lora": 2, "smollm2_grpo": 2, **dict.fromkeys(CRITICS, PPO_EPOCHS)}
+    off_policy = {"dapo": 4, "gspo": 4, "cispo": 4, **dict.fromkeys(CRITICS, PPO_EPOCHS)}
+    off_policy |= dict.fromkeys(("smollm2_lora", "smollm2_grpo", "smollm2_ppo"), 2)
     assert training.optimizer_steps_per_rollout == off_policy.get(path.stem, 1)
     assert training.is_on_policy == (path.stem not in off_policy)
     assert model.use_peft == (path.stem.endswith("lora") or path.stem.startswith("smollm2"))
