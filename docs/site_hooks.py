@@ -40,6 +40,21 @@ def loaded_from_elsewhere(html: str) -> list[str]:
     return tags + [found for tag in styles for found in re.findall(r"href=[\"']((?:https?:)?//[^\"']+)", tag)]
 
 
+def breakable(html: str) -> str:
+    """Long names in a table's cells may be broken after a dot or an underscore, so that no column is wider than a screen."""
+
+    def broken(code: re.Match[str]) -> str:
+        shown = re.sub(r"([._/])(?=[^._/])", r"\1<wbr>", code[1]) if len(code[1]) > 24 else code[1]
+        return f"<code>{shown}</code>"
+
+    return re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: re.sub(r"<code>([^<]*)</code>", broken, cell[0]), html, flags=re.S)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """The page's HTML with breakable names."""
+    return breakable(html)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the made pages, and the notebooks as they are."""
     from mkdocs.structure.files import File

@@ -104,6 +104,13 @@ def test_reference_names_what_there_is(made):
     assert made["reference/commands.md"].count("usage: ") >= len(COMMANDS)
 
 
+def test_long_names_may_be_broken_in_tables_alone(site):
+    long, short = "algorithm.rollout_correction.rollout_is", "kl_placement"
+    html = f"<td>a_b <code>{long}</code>, <code>{short}</code></td><p><code>{long}</code></p>"
+    broken = "algorithm.<wbr>rollout_<wbr>correction.<wbr>rollout_<wbr>is"
+    assert site.breakable(html) == html.replace(long, broken, 1)
+
+
 def test_what_a_page_loads(site):
     html = (
         '<a href="https://a.org"></a><script src="https://b.org/x.js"></script><link rel="stylesheet" href="//c.org/x.css">'
