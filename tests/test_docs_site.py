@@ -1,7 +1,10 @@
 """The site's pages without mkdocs: every link has its page and its anchor, the navigation is whole, nothing is loaded from elsewhere."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -125,3 +128,14 @@ def test_tests_that_are_named_exist(page):
     for path, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", PAGES[page].read_text()):
         assert (ROOT / path).is_file(), path
         assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+@pytest.mark.nightly
+def test_mkdocs_builds_it_without_a_warning(tmp_path):
+    """As `make docs` does, where its packages are installed."""
+    pytest.importorskip("material")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert (run.returncode, run.stdout + run.stderr) == (0, "")
+    assert (tmp_path / "reference" / "python.html").is_file()
+    assert len(list(tmp_path.glob("examples/*.ipynb"))) == 3
