@@ -62,6 +62,25 @@ def test_split_parameters_give_one_process_s_weights(results, launch):
     all_right(results.judged(launch, [CELLS[name] for name in QUICK]))
 
 
+# A group's prompt once, in parts of at most 30 tokens, which are as many on both processes; every pass is one of them.
+PACKED = {"microbatch_layout": "shared_prefix", "max_tokens_per_microbatch": 30, "beta": 0.05, "num_iterations": 2}
+IN_PARTS = [
+    case("packed_GRPO", **PACKED),
+    case("packed_PPO_adapter", **{**PPO, **PACKED}),
+    case("packed_PPO_model", **{**PPO, **PACKED, "critic": "model", "lora": False}),
+    case("padded_parts", **{**PACKED, "microbatch_layout": "padded"}, policy_loss="gspo"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launch", ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_packed_rows_and_a_budget(results, launch):
+    """Packed rows and parts within a budget of tokens, where parameters or gradients are split: the weights of one process."""
+    all_right(results.judged(launch, IN_PARTS))
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from toyrun import apart, fixed_rollout, letter_reward, logged, rollout_with_tools, trainer, weights
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -21,7 +23,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_lossplus import LossPlusError
 from trl_lossplus.trainers import layouts
 from trl_lossplus.trainers.packing import pack
-from trl_lossplus.trainers.segment_attention import Segment
+from trl_lossplus.trainers.segment_attention import Segment, UnsupportedAttention, by_lengths
 
 KL = {"beta": 0.1, "num_iterations": 2}
 LOSSES = {
@@ -175,6 +177,10 @@ def test_models_that_cannot_be_packed(changes, words):
     config._attn_implementation = changes.get("attn_implementation", "sdpa")
     reason = layouts.why_not(model, is_vision=False, auxiliary_loss=False, any_length=True)
     assert reason is None if words is None else words in reason
+    config._attn_implementation = "kernels-community/vllm-flash-attn3"
+    assert (words or "") in (
+        layouts.why_not(model, is_vision=False, auxiliary_loss=False, any_length=True) or ""
+    ) or "eager" in words
     assert "images" in layouts.why_not(model, is_vision=True, auxiliary_loss=False, any_length=False)
     assert "router" in layouts.why_not(model, is_vision=False, auxiliary_loss=True, any_length=False)
 
@@ -198,6 +204,57 @@ def test_the_model_is_saved_as_it_came(toy, tmp_path):
     trained.train()
     trained.save_model(str(tmp_path / "model"))
     assert "lossplus" not in (tmp_path / "model/config.json").read_text()
+
+
+def flash_stand_in(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **others):
+    """
+    What flash attention computes, where it is not installed: rows of many lengths by where they begin, padded ones by a mask (B, N).
+
+    It asserts what transformers hands down: no mask with lengths, as many keys as queries, the longest length, no keyword of ours.
+    """
+    assert "segments" not in others
+    n, groups = query.shape[2], query.shape[1] // key.shape[1]
+    sees = torch.ones(n, n, dtype=torch.bool).tril()
+    if cu_seq_lens_q is not None:
+        assert attention_mask is None
+        assert torch.equal(others["cu_seq_lens_k"], cu_seq_lens_q)
+        assert cu_seq_lens_q.dtype == torch.int32
+        assert max_length_q == others["max_length_k"] == cu_seq_lens_q.diff().max()
+        row = torch.bucketize(torch.arange(n), cu_seq_lens_q[1:], right=True)
+        sees = sees & (row[:, None] == row)
+    elif attention_mask is not None:
+        sees = (sees & attention_mask[:, None, :].bool() | torch.eye(n, dtype=torch.bool)).unsqueeze(1)
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling).transpose(
+        1, 2
+    ), None
+
+
+def flash_model(toy, monkeypatch):
+    """The toy with flash attention by name, and the stand-in for it."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash_stand_in)
+    model = AutoModelForCausalLM.from_pretrained(toy, dtype=torch.float32)
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize("asked", ["packed", "auto"])
+def test_flash_attention_is_told_where_rows_begin(toy, tmp_path, monkeypatch, padded, asked):
+    """auto takes packed; lengths reach each layer, also under checkpointing and in the passes without gradient: the same weights."""
+    settings = {**LOSSES["seq_mean"], "gradient_checkpointing": True, "microbatch_layout": asked, "max_tokens_per_microbatch": 40}
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    trained = trainer(flash_model(toy, monkeypatch), tmp_path, reward=letter_reward, rollout=fixed_rollout,
+                      extra={"processing_class": tokenizer}, **settings)  # fmt: skip
+    assert not trained.packed.share_prefix
+    trained.train()
+    assert apart(weights(trained), weights(padded("seq_mean"))) < 1e-5
+
+
+def test_flash_attention_shares_no_prompt(toy, tmp_path, monkeypatch):
+    with pytest.raises(LossPlusError, match="microbatch_layout='shared_prefix' is not exact here: flash attention has no rows"):
+        trainer(flash_model(toy, monkeypatch), tmp_path, microbatch_layout="shared_prefix")
+    with pytest.raises(UnsupportedAttention, match="no rows that share a prompt"):
+        by_lengths((Segment(0, 2, 0, 0), Segment(2, 4, 0, 2)), torch.device("cpu"))
 
 
 FAMILIES = {

@@ -29,10 +29,6 @@ RUNS = {
         "microbatch_layout": "shared_prefix", "beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "optim": "sgd",
         "learning_rate": 0.3,
     },
-    "a budget of 30 tokens, packed, prompt once": {
-        "microbatch_layout": "shared_prefix", "max_tokens_per_microbatch": 30, "beta": 0.1, "num_iterations": 2, "optim": "sgd",
-        "learning_rate": 0.3,
-    },
     "clip_cov, accumulation": {
         "policy_loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_min": 0.05, "clip_cov_max": 9.0, "gradient_accumulation_steps": 2,
         "num_iterations": 2, "optim": "sgd", "learning_rate": 0.3,

@@ -25,7 +25,7 @@ from .dealing import deal, deal_windows
 from .minibatch import PARTS, MicroBatch, RowTable, trim
 from .packing import Packing, pack
 from .rollout_pass import ROWS
-from .segment_attention import OURS, REPLACED, install, packed_rows
+from .segment_attention import OURS, REPLACED, install, is_flash, packed_rows
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -113,26 +113,33 @@ def why_not(model: nn.Module, *, is_vision: bool, auxiliary_loss: bool, any_leng
         ),
         (dropout > 0, f"attention dropout of {dropout:g} acts (disable_dropout, or set it to 0 in model_init_kwargs)"),
         (
-            config._attn_implementation not in (REPLACED, OURS),
-            f"attn_implementation is {config._attn_implementation!r}; packed rows are computed with {REPLACED!r}",
+            config._attn_implementation not in (REPLACED, OURS) and not is_flash(model),
+            f"attn_implementation is {config._attn_implementation!r}; packed rows are computed with {REPLACED!r} or flash attention",
         ),
     )
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def choose(asked: str, reason: str | None) -> PackedForward | None:
+def choose(asked: str, reason: str | None, flash: bool = False) -> PackedForward | None:
     """
     The packed forward of a layout, or None for padded; says in one line what `auto` took.
+
+    `flash`: the model attends by flash attention, which computes no prompt once for several rows.
 
     Raises:
         LossPlusError: a layout asked for by name that the model does not allow.
     """
     if asked == "padded":
         return None
+    if flash and reason is None and asked == "shared_prefix":
+        reason = "flash attention has no rows that share a prompt, so packed or attn_implementation='sdpa' it must be"
     if reason is None:
         if asked == "auto":
-            logger.info("microbatch_layout: auto takes shared_prefix.")
-        return PackedForward(share_prefix=asked != "packed")
+            logger.info(
+                "microbatch_layout: auto takes %s.",
+                "packed, since the model attends by flash attention" if flash else "shared_prefix",
+            )
+        return PackedForward(share_prefix=asked != "packed" and not flash)
     if asked == "auto":
         logger.warning("microbatch_layout: auto takes padded, since %s.", reason)
         return None
@@ -182,7 +189,7 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
     trainer.token_budget = args.max_tokens_per_microbatch
     asked, policy = args.microbatch_layout, base_of(trainer.model)
     unfit = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")
-    trainer.packed = choose(asked, unfit)
+    trainer.packed = choose(asked, unfit, is_flash(policy))
     if trainer.packed is not None:
         for model in (policy, trainer.reference_model):
             if model is not None:
@@ -196,8 +203,14 @@ def prepare_critic(trainer: PPOPlusTrainer) -> None:
         trainer.trims_left = trainer.trims_left and has_rotary_positions(critic)
     if trainer.packed is None:
         return
-    auto = args.microbatch_layout == "auto"
-    reason = trainer.critic.fit(lambda model: why_not(model, is_vision=False, auxiliary_loss=False, any_length=auto))
+    auto, shares = args.microbatch_layout == "auto", trainer.packed.share_prefix
+
+    def unfit(model: nn.Module) -> str | None:
+        if shares and is_flash(model):
+            return "it attends by flash attention, which has no rows that share a prompt"
+        return why_not(model, is_vision=False, auxiliary_loss=False, any_length=auto)
+
+    reason = trainer.critic.fit(unfit)
     trainer.packs_critic = reason is None
     if reason is not None:
         logger.warning("microbatch_layout: the critic's rows are padded, since %s.", reason)

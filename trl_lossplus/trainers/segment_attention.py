@@ -1,9 +1,10 @@
 """
 Attention that never crosses rows, for rows that are laid one after the other without padding.
 
-`install` gives a transformers model an attention function of ours in place of its own. Called with `segments` (a keyword that
+`install` gives a transformers model an attention function of ours in place of sdpa. Called with `segments` (a keyword that
 transformers hands down to each layer, also when gradient checkpointing runs a layer again), it attends segment by segment;
-called without, as in generation, it is the function that was there.
+called without, as in generation, it is the function that was there. Flash attention stays transformers' own: it is told where rows
+begin and end, and runs its kernel for rows of many lengths. It has no segment that sees another one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..functional.errors import LossPlusError
 
@@ -38,18 +40,49 @@ class UnsupportedAttention(LossPlusError):
     """A layer asks for a kind of attention that is not computed segment by segment."""
 
 
+def is_flash(model: nn.Module) -> bool:
+    """Whether a transformers model attends by some version of flash attention, a package's or a kernel's from the hub."""
+    config: Any = model.config
+    name = config._attn_implementation
+    return name not in (None, REPLACED, OURS) and is_flash_attention_requested(requested_attention_implementation=name)
+
+
+def by_lengths(segments: Sequence[Segment], device: torch.device) -> dict[str, Any]:
+    """
+    Segments as transformers' FlashAttentionKwargs.
+
+    Raises:
+        UnsupportedAttention: one of them sees another.
+    """
+    if any(s.prefix_stop > s.prefix for s in segments):
+        raise UnsupportedAttention("flash attention has no rows that share a prompt: take microbatch_layout='packed'.")
+    starts = torch.tensor([0, *(s.stop for s in segments)], dtype=torch.int32, device=device)
+    longest = max(s.stop - s.start for s in segments)
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+
+
+def _told_by_lengths(trunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    segments = kwargs.pop("segments", None)
+    return args, kwargs if segments is None else kwargs | by_lengths(segments, kwargs["input_ids"].device)
+
+
 def install(model: nn.Module) -> None:
     """
     Makes a transformers model take `segments`. Does nothing where it was done.
 
     Raises:
-        UnsupportedAttention: the model's attention implementation is not sdpa.
+        UnsupportedAttention: the model's attention implementation is neither sdpa nor flash attention.
     """
     name = model.config._attn_implementation  # type: ignore[union-attr]
     if name == OURS:
         return
+    if is_flash(model):
+        trunk: Any = model.base_model
+        if _told_by_lengths not in trunk._forward_pre_hooks.values():
+            trunk.register_forward_pre_hook(_told_by_lengths, with_kwargs=True)
+        return
     if name != REPLACED:
-        raise UnsupportedAttention(f"attn_implementation={name!r}: rows are packed with {REPLACED!r} only.")
+        raise UnsupportedAttention(f"attn_implementation={name!r}: rows are packed with {REPLACED!r} or flash attention.")
     AttentionInterface.register(OURS, _attention)
     AttentionMaskInterface.register(OURS, _mask)
     for part in model.modules():
