@@ -134,8 +134,8 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
 
     microbatch_layout: str = option(
         "How a micro-batch is laid out for the model: padded (to its longest row), packed (rows one after the other, no padding), "
-        "shared_prefix (packed, and a group's prompt computed once) or auto (shared_prefix where the model allows, else padded, and says "
-        "which). None changes a gradient.",
+        "shared_prefix (packed, and a group's prompt computed once) or auto (shared_prefix where the model allows, packed with flash attention, "
+        "else padded, and says which). None changes a gradient.",
         "padded",
     )
     max_tokens_per_microbatch: int | None = option(
