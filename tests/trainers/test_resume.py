@@ -96,6 +96,9 @@ def test_resumed_is_uninterrupted(toy, tmp_path, steps, fields):
     [
         pytest.param((3,), {"microbatch_layout": "shared_prefix", "skip_still_rows": True}, id="packed, still rows skipped"),
         pytest.param((3,), {"max_tokens_per_microbatch": 16}, id="micro-batches in parts"),
+        pytest.param(
+            (6,), {"critic": "shared", "microbatch_layout": "packed", "max_tokens_per_microbatch": 16}, id="PPO, packed in parts"
+        ),
         pytest.param((7,), {"zero_std_groups": "resample", "scale_rewards": "none"}, id="resampled"),
         pytest.param((2,), {"policy_loss": "kl_cov", "gradient_accumulation_steps": 2, "num_iterations": 4}, id="whole steps"),
     ],
