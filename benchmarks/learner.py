@@ -10,6 +10,8 @@ timed is everything from the start to the end of an optimizer step of four micro
 needs, forward and backward. Each variant runs in a fresh process, the variants take turns, and what is shown is the median over rounds of
 the ratio to TRL within a round; CPU seconds on the CPU. Memory is the growth of the process's peak over what it held before training (on
 a GPU, the peak of what torch allocated). `gradient` is the norm of the difference from TRL's gradient over the norm of TRL's.
+`limit` is the time of the products that a step cannot do without (each prompt once a group, each completion token once through the layers
+and the LM head, forward and backward), at this machine's measured rate; `reached` is that over the time that was taken.
 """
 
 from __future__ import annotations
@@ -122,6 +124,44 @@ def measure(variant: str, lengths: str, settings: dict[str, Any], model: str, fl
     return {"seconds": min(spent), "peak": peak - before}
 
 
+def products(rows: list[tuple[int, int]], config: Any, skipped: bool) -> float:
+    """
+    The least that a step multiplies and adds, in FLOP, attention's own products aside.
+
+    Forward and backward are 2 FLOP each a token and frozen weight (no gradient of the weight), 6 a token and adapter weight.
+    `skipped`: half of the groups are not computed.
+    """
+    kv = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linears = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
+    weights = config.num_hidden_layers * sum(a * b for a, b in linears)
+    adapter = config.num_hidden_layers * 16 * sum(a + b for a, b in linears)
+    groups = [rows[i : i + GROUP] for i in range(0, len(rows), GROUP) if not skipped or i // GROUP % 2]
+    scored = sum(length for group in groups for _, length in group)
+    tokens = scored + sum(group[0][0] for group in groups)
+    return tokens * (4 * weights + 6 * adapter) + scored * 4 * config.vocab_size * hidden
+
+
+def rate(config: Any) -> float:
+    """FLOP a second (a CPU second on the CPU) of products of 1024 tokens with the LM head, in float32; the best of five."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    hidden, head = (
+        torch.randn(1024, config.hidden_size, device=device),
+        torch.randn(config.hidden_size, config.vocab_size, device=device),
+    )
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter() if device == "cuda" else time.process_time()
+        hidden @ head
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append((time.perf_counter() if device == "cuda" else time.process_time()) - start)
+    return 2 * 1024 * head.numel() / min(taken[1:])
+
+
 def in_a_process(*words: Any) -> dict[str, float]:
     """`measure` in a fresh process."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
@@ -145,6 +185,8 @@ def gradient_difference(one: str, other: str) -> float:
 
 def compare(lengths: str, setting: str, flat: bool, words: argparse.Namespace) -> list[str]:
     """The lines of one table."""
+    from transformers import AutoConfig
+
     variants = ["trl", *words.layouts]
     with tempfile.TemporaryDirectory() as folder:
         files = {variant: f"{folder}/{number}.pt" for number, variant in enumerate(variants)}
@@ -152,12 +194,18 @@ def compare(lengths: str, setting: str, flat: bool, words: argparse.Namespace) -
             {v: in_a_process(v, lengths, SETTINGS[setting], words.model, flat, files[v]) for v in variants}
             for _ in range(words.rounds)
         ]
-        lines = [f"{lengths}, {setting}{', half of the groups flat' if flat else ''}"]
+        config = AutoConfig.from_pretrained(words.model)
+        speed = rate(config)
+        lines = [f"{lengths}, {setting}{', half of the groups flat' if flat else ''}; products at {speed / 1e9:.0f} GFLOP/s"]
         for variant in variants:
             time_, peak = (statistics.median(done[variant][k] / done["trl"][k] for done in rounds) for k in ("seconds", "peak"))
             seconds = statistics.median(done[variant]["seconds"] for done in rounds)
             apart = gradient_difference(files["trl"], files[variant])
-            lines.append(f"  {variant:15} {seconds:7.2f} s  time {time_:5.2f}  peak {peak:5.2f}  gradient {apart:.1e}")
+            line = f"  {variant:15} {seconds:7.2f} s  time {time_:5.2f}  peak {peak:5.2f}  gradient {apart:.1e}"
+            if setting == "KL 0":  # more passes than one have another limit
+                limit = products(rows_of(lengths), config, variant.endswith("+") and flat) / speed
+                line += f"  limit {limit:6.2f} s  reached {limit / seconds:4.2f}"
+            lines.append(line)
     return lines
 
 
