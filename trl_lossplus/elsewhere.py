@@ -97,6 +97,7 @@ ELSEWHERE: list[Elsewhere] = [
         ("reinforce_plus_plus with minus_baseline", advantages("reinforce_plus_plus_baseline")),
         ("raw reward", advantages("reinforce_plus_plus", advantage_normalization="none")),
         ("gae with gae_lambda_value", advantages("gae", gae_lambda_critic=1.0)),
+        ("gae with length_adaptive_alpha (VAPO)", None, "a lambda for each row by its length; here one gae_lambda for all"),
         ("positive_example_nll_weight (VAPO)", None, "a supervised term beside the loss, with a normalizer of its own"),
         ("opd", None, TEACHER),
     ),
@@ -136,6 +137,7 @@ ELSEWHERE: list[Elsewhere] = [
     *_rows(
         "AReaL",
         ("ppo, decoupled", policy("ppo_clip", rollout_is_correction=True), ROLLOUT),
+        ("prox_logp_method loglinear", None, "guesses the old log-probs between two versions; here a forward pass computes them"),
         ("use_sapo_loss", policy("sapo")),
         ("importance_sampling_level sequence", policy("gspo")),
         ("m2_threshold", policy("m2po"), "on the sampler's ratio and over all tokens there"),
@@ -193,9 +195,9 @@ ELSEWHERE: list[Elsewhere] = [
         ("grpo, rloo, remax, reinforceplusplus", advantages("rloo"), "the same names"),
         ("reinforce", advantages("reinforce_plus_plus", advantage_normalization="none")),
         (
-            "clipv (2602.03392)",
+            "clipb, clipv (2602.03392)",
             None,
-            "reads the variance over the vocabulary of p (H + log p), which no forward pass of TRL's gives",
+            "leave out tokens by p (H + log p) against its spread over batch or vocabulary; near: clip_cov, kl_cov",
         ),
         ("gigpo, step_wise_grpo, cod", None, STATES),
         ("mix, mix_chord, sft, dpo, on_policy_distill, jsd", None, TEACHER),
