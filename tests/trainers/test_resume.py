@@ -179,6 +179,7 @@ def test_a_checkpoint_without_the_rollout(toy, cut, tmp_path, caplog):
         ({"num_iterations": 3}, "num_iterations was 2 and is 3"),
         ({"microbatch_layout": "packed"}, "microbatch_layout was 'padded' and is 'packed'"),
         ({"policy_loss": "cispo"}, "policy_loss was 'ppo_clip' and is 'cispo'"),
+        ({"temperature": 0.5}, "temperature was 1.0 and is 0.5"),
     ],
 )
 def test_a_rollout_of_another_form_is_refused(toy, cut, tmp_path, fields, words):
@@ -217,8 +218,31 @@ def test_a_streamed_dataset(toy, tmp_path, caplog):
 
 def test_another_loss_for_the_rest_of_a_rollout_is_said(toy, cut, caplog):
     resumed(toy, cut[0], 3, max_steps=4, epsilon=0.3)
-    (line,) = [record.message for record in caplog.records if "keeps what it was given under" in record.message]
+    (line,) = [record.message for record in caplog.records if "the loss was another" in record.message]
     assert "epsilon was 0.2 and is 0.3" in line
+
+
+def test_an_adaptive_coefficient_goes_on(toy, tmp_path, caplog):
+    """Another beta neither scales nor replaces the restored coefficient, inside a rollout and between two, and that is said."""
+    fields = {"beta": 0.05, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 30.0, "max_steps": 5}
+    whole = build(toy, tmp_path / "whole", **fields)
+    whole.train()
+    for step in (3, 4):
+        caplog.clear()
+        again = resumed(toy, tmp_path / "whole", step, **fields | {"beta": 0.5})
+        assert again.spec.beta * again.kl_factor == pytest.approx(whole.spec.beta * whole.kl_factor, rel=1e-9)
+        assert again.kl_controller.coef == pytest.approx(whole.kl_controller.coef, rel=1e-6)
+        assert [r for r in caplog.records if "beta was 0.05 and is 0.5 is not used: the adaptive controller" in r.message]
+
+
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_file_that_is_not_a_state_is_one_line(toy, cut, tmp_path, content):
+    checkpoint = copied(cut[0], tmp_path, 3)
+    path = checkpoint / "lossplus_state_0.pt"
+    path.write_bytes(content) if content is not None else torch.save({"x": 1}, path)
+    with pytest.raises(LossPlusError, match=r"lossplus_state_0.pt cannot be read \(") as error:
+        resumed(toy, checkpoint.parent, 3, max_steps=5)
+    assert "\n" not in str(error.value)
 
 
 def test_a_broken_file_is_one_line(toy, cut, tmp_path):

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import cast
 
+from ..functional.errors import LossPlusError
 from ..kl_control import AdaptiveKLController, FixedKLController, KLController
 from ..spec import LossSpec
 
@@ -33,11 +34,19 @@ def save_controller(checkpoint: str, controller: KLController, coef: float) -> N
 
 
 def load_controller(checkpoint: str, controller: KLController) -> None:
-    """Restores an adaptive controller; without an adaptive state there is a warning, and the coefficient stays."""
+    """
+    Restores an adaptive controller; without an adaptive state there is a warning, and the coefficient stays.
+
+    Raises:
+        LossPlusError: the file is not JSON.
+    """
     if not isinstance(controller, AdaptiveKLController):
         return
     path = Path(checkpoint, FILE)
-    state = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        state = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise LossPlusError(f"{path} cannot be read ({error}). Take another checkpoint.") from None
     if state.get("kind") == "adaptive":
         controller.load_state_dict(state)
     else:

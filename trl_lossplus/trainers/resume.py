@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,12 +38,15 @@ from .step_guard import StepGuard
 logger = logging.getLogger(__name__)
 
 FILES = "lossplus_state_*.pt"
-# What decides how a rollout is cut; in which form its parts lie in memory; and which prompts come when.
+# What decides how a rollout is cut; in which form its parts lie in memory, and of which temperature its log-probs are; and which
+# prompts come when.
 SHAPE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "num_generations",
 )  # fmt: skip
-FORM = ("skip_still_rows", "max_tokens_per_microbatch")
+FORM = ("skip_still_rows", "max_tokens_per_microbatch", "temperature")
 ORDER = ("seed", "shuffle_dataset")
+# Where an adaptive KL coefficient starts: not read again once it has moved.
+STARTS = ("beta", "kl_reward_coef")
 # What may stand in a file beside tensors and plain values: it is read without running code that it may hold.
 CLASSES: list[Any] = [Window, Packing, Segment]
 
@@ -117,6 +120,7 @@ def save(trainer: Resumes, checkpoint: str) -> None:
         "made_under": made_under(trainer) | {"inside": held["rollout"] is not None},
         "held": held,
         "kl_factor": trainer.kl_factor,
+        "kl_coef": starting_coef(trainer.spec) * trainer.kl_factor,
         "parts": {name: part.state_dict() for name, part in trainer.stateful.items()},
     }
     path = path_of(checkpoint, trainer.accelerator.process_index)
@@ -148,7 +152,9 @@ def load(trainer: Resumes, checkpoint: str) -> None:
         trainer.hold_none(micro_batches)
         return
     trainer.hold(state["held"])
-    trainer.kl_factor = state["kl_factor"]
+    # An adaptive coefficient is the controller's, whatever it started from: a changed start must not scale it.
+    adaptive = trainer.spec.kl_controller == "adaptive" and "kl_coef" in state
+    trainer.kl_factor = state["kl_coef"] / starting_coef(trainer.spec) if adaptive else state["kl_factor"]
     for name, part in trainer.stateful.items():
         if name in state["parts"]:
             part.load_state_dict(state["parts"][name])
@@ -161,9 +167,11 @@ def read(path: Path, device: torch.device) -> tuple[dict[str, Any] | None, str |
     try:
         with torch.serialization.safe_globals(CLASSES):
             state = torch.load(path, map_location=partial(_placed, device), weights_only=True)
-        return state, None
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        return None, f"{path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
+        return None, f"{path} cannot be read ({type(error).__name__}: {(str(error).splitlines() or ['it is empty'])[0]})"
+    if not isinstance(state, dict) or not {"made_under", "held", "kl_factor", "parts"} <= state.keys():
+        return None, f"{path} cannot be read (it is not a state that trl-lossplus wrote)"
+    return state, None
 
 
 def _placed(device: torch.device, storage: Any, at: str) -> Any:
@@ -231,8 +239,13 @@ def compare(
             )
         if changed["loss"]:
             say(
-                "The rest of the rollout that %s holds keeps what it was given under: %s.", checkpoint, "; ".join(changed["loss"])
+                "%s was taken inside a rollout, and the loss was another: %s. The loss of the next step is the new one; what is stored of "
+                "the rollout (rewards, advantages, returns, old and reference log-probs) stays until the next rollout.",
+                checkpoint,
+                "; ".join(changed["loss"]),
             )
+    if found and was["loss"].get("kl_controller") == now["loss"]["kl_controller"] == "adaptive":
+        _say_starts(checkpoint, changed["loss"], say)
     if was["inside"] and not found:
         say(
             "%s was taken inside a rollout and has no %s (an older version's checkpoint, or TRL's): the rollout is made anew from the same "
@@ -241,15 +254,30 @@ def compare(
             FILES,
         )
     if trainer.prompt_sampler is None and (trainer.state.epoch or 0.0) >= 1.0:
-        say(
-            "train_dataset is streamed, and %s is from its pass number %d: transformers cannot find the place in a later pass, so the "
-            "prompts come from the beginning of a pass again.",
-            checkpoint,
-            int(trainer.state.epoch) + 1,
-        )
+        _say_streamed(checkpoint, int(trainer.state.epoch or 0), say)
     if others := changed["shape"] + changed["order"]:
         say("The prompts do not come in the order of the run that wrote %s: %s.", checkpoint, "; ".join(others))
     return len(found) == len(everyone) and not changed["shape"]
+
+
+def _say_starts(checkpoint: str, changed: list[str], say: Callable[..., None]) -> None:
+    """Where an adaptive coefficient would have started is not read again."""
+    if starts := [line for line in changed if line.split(" ", 1)[0] in STARTS]:
+        say(
+            "%s is not used: the adaptive controller goes on with the coefficient of %s. To start anew, begin a new run from its model.",
+            "; ".join(starts),
+            checkpoint,
+        )
+
+
+def _say_streamed(checkpoint: str, passes: int, say: Callable[..., None]) -> None:
+    """A stream has no place to go back to after its first pass."""
+    say(
+        "train_dataset is streamed, and %s is from its pass number %d: transformers cannot find the place in a later pass, so the "
+        "prompts come from the beginning of a pass again.",
+        checkpoint,
+        passes + 1,
+    )
 
 
 def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
