@@ -198,7 +198,7 @@ LINES = [
     ({"policy_loss": "clip_cov", "seed": 3}, "The loss",
      "  ratio clipped to [0.8, 1.2]; clip_cov_max 5; clip_cov_min 1; clip_cov_ratio 0.0002; cov_seed 3; source: Clip-Cov, arXiv 2505.22617"),
     ({"policy_loss": "rec", "rec_clip": "ring", "rec_weight": "importance"}, "The loss",
-     "  one ratio a token; trained on where the ratio is in [0.8, 1.2]; rec_clip ring; rec_ring_high 2; rec_ring_low 0.6; "
+     "  one ratio a token; trained on where the ratio is in [0.8, 1.2], or A > 0 and it is at most 0.4, or A < 0 and it is at least 3; rec_clip ring; rec_ring_high 2; rec_ring_low 0.6; "
      "rec_weight importance; source: REC and RED-Weight, arXiv 2509.24203"),
     ({"policy_loss": "rec", "rec_clip": "none", "rec_weight": "advantage"}, "The loss",
      "  one ratio a token; rec_clip none; rec_temperature 1; rec_weight advantage; source: REC and RED-Weight, arXiv 2509.24203"),

@@ -44,8 +44,11 @@ def _clip(facts: Facts) -> Iterator[str]:
         yield f"thresholds {spec.epsilon:g} for A < 0 and {spec.clip_high:g} for A > 0"
     elif name == "sppo":
         yield f"trained on where the ratio is in {interval(1 / (1 + spec.epsilon), 1 + spec.clip_high)}"
+    elif name == "rec" and spec.rec_clip == "one_side":
+        yield f"trained on but for A > 0 with a ratio over {1 + spec.clip_high:g} and A < 0 with one under {1 - spec.epsilon:g}"
     elif name == "rec" and spec.rec_clip != "none":
-        yield f"trained on where the ratio is in {inside}"
+        ring = f", or A > 0 and it is at most {1 - spec.rec_ring_low:g}, or A < 0 and it is at least {1 + spec.rec_ring_high:g}"
+        yield f"trained on where the ratio is in {inside}{ring if spec.rec_clip == 'ring' else ''}"
     elif "clip_objective" in options:
         yield f"ratio clipped to {inside}, clip_objective {spec.clip_objective}"
     elif "epsilon" in options and name != "rec":

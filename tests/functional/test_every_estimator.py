@@ -178,6 +178,13 @@ def test_gpg_by_hand():
         base.gpg(rewards, ids, alpha_from="all")
 
 
+def test_opmd_of_a_large_tau_is_the_mean():
+    """Rewards 1, 0, .5, .5: their mean is .5; the soft maximum is over it by the variance .125 over 2 tau."""
+    for tau in (1e4, 1e6, 1e8):
+        got = base.opmd(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.zeros(4, dtype=torch.long), opmd_tau=tau)
+        assert got.tolist() == pytest.approx([0.5, -0.5, -0.125 / 2 / tau, -0.125 / 2 / tau], rel=1e-4, abs=1e-7)
+
+
 def test_opmd_by_hand():
     """
     Rewards 0 and log 3 at temperature 1: baseline log((1 + 3) / 2) = log 2. At temperature 1e4 it is the mean, at .01 the largest less

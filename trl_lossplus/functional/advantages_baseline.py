@@ -111,8 +111,9 @@ def opmd(rewards: Tensor, group_ids: Tensor, *, opmd_tau: float = 1.0) -> Tensor
     lowest = torch.full((groups.num,), float("-inf"), dtype=rewards.dtype, device=rewards.device)
     best = lowest.scatter_reduce(0, groups.rows, rewards.masked_fill(~valid, float("-inf")), "amax")
     offset = select(rewards - best[groups.rows], valid)
-    mean = group_sums(select(torch.exp(offset / opmd_tau), valid), groups) / group_sums(valid.to(rewards), groups).clamp(min=1)
-    return select(offset - opmd_tau * mean.log()[groups.rows], valid)
+    # expm1 and log1p: with a large tau the soft maximum differs from 0 by less than exp and log could tell.
+    mean = group_sums(select(torch.expm1(offset / opmd_tau), valid), groups) / group_sums(valid.to(rewards), groups).clamp(min=1)
+    return select(offset - opmd_tau * torch.log1p(mean)[groups.rows], valid)
 
 
 def asymre(rewards: Tensor, group_ids: Tensor, *, asymre_shift: float = -0.1) -> Tensor:
