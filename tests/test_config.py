@@ -418,7 +418,7 @@ CONFLICTS = [
         {"advantage_norm_scope": "groop", "advantage_normalization": "rollout"},
         ["advantage_norm_scope='groop'", "Did you mean 'group'"],
     ),
-    ({"kl_estimator": "k4", "beta": 0.1}, ["kl_estimator='k4'", "Did you mean 'k3'?", "kl = k1, kl_div = k1", "low_var_kl = k3"]),
+    ({"kl_estimator": "k4", "beta": 0.1}, ["kl_estimator='k4'", "Did you mean 'k3'?", "Allowed: abs, abs+", "low_var_kl"]),
     ({"kl_placement": "rewards"}, ["kl_placement='rewards'", "Did you mean 'reward'"]),
     ({"kl_controller": "adaptiv", "beta": 0.1}, ["kl_controller='adaptiv'", "Did you mean 'adaptive'"]),
     ({"kl_reward_level": "tokn", **REWARD_KL}, ["kl_reward_level='tokn'", "Did you mean 'token'"]),

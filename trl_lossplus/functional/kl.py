@@ -94,9 +94,7 @@ def canonical_kl(name: str) -> str:
     plain, plus = (name[:-1], "+") if isinstance(name, str) and name.endswith("+") else (name, "")
     plain = KL_ALIASES.get(plain, plain)
     if plain not in KL_ESTIMATORS:
-        known = [*KL_ESTIMATORS, *(f"{plain}+" for plain in KL_ESTIMATORS)]  # the nearest name is no alias: "k4" is near "kl"
-        error = unknown_name("kl_estimator", name, known)
-        raise LossPlusError(f"{str(error).removesuffix('.')}; aliases {', '.join(f'{a} = {b}' for a, b in KL_ALIASES.items())}.")
+        raise unknown_name("kl_estimator", name, kl_names(), unlikely=("kl", "kl+"))  # "k4" is near "kl"
     return "k2" if plain == "k2" else plain + plus
 
 
