@@ -173,7 +173,7 @@ def test_d1_controller_survives_a_checkpoint(toy, tmp_path, caplog):
     again.load_plus_state(str(tmp_path / "checkpoint-4"))
     assert again.kl_controller.coef == saved
     state = tmp_path / "checkpoint-4" / "kl_controller.json"
-    assert json.loads(state.read_text()) == {"kind": "adaptive", "coef": saved}
+    assert json.loads(state.read_text()) == {"kind": "adaptive", "coef": saved, "start": 0.1}
     state.unlink()
     (tmp_path / "checkpoint-4" / "lossplus_state_0.pt").unlink()
     fresh = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, max_steps=8, **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -113,6 +113,14 @@ class StepStatistics:
             self._done = norms
             return {}
         return gradient_shares([_squares(norms, torch.stack([norm for _, norm in norms]).tolist())]) if norms else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The norms of the step before, where they are not told yet."""
+        return {"done": list(self._done)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        self._done = [tuple(one) for one in state["done"]] if self.level != "off" else []
 
     def pooled(self, everyone: Sequence[Local]) -> dict[str, float]:
         """

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
 from .adapters import active_adapter, adapters_of, base_of, keep_adapter_in_recomputation
+from .files import broken_tensors, read_tensors
 from .minibatch import MicroBatch
 from .packing import Packing
 from .segment_attention import install, packed_rows
@@ -103,7 +105,7 @@ class Critic:
         raise NotImplementedError
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote. Raises LossPlusError where it is not there."""
+        """Reads what `save` wrote. Raises LossPlusError where it is not there, or broken."""
         raise NotImplementedError
 
     def start_from(self, folder: Path) -> None:
@@ -114,7 +116,10 @@ class Critic:
                 f"critic_model_name_or_path={str(folder)!r} holds a critic of kind {found!r}, and critic is {self.kind!r}. Set "
                 f"critic={found!r}, or take the critic/ folder of a run with critic={self.kind!r}."
             )
-        self.load(folder)
+        try:
+            self.load(folder)
+        except LossPlusError as error:
+            raise LossPlusError(f"critic_model_name_or_path: {error}") from None
 
     def _install(self) -> None:
         """Gives the policy module's forward its role."""
@@ -151,8 +156,8 @@ class Critic:
     def _load_head(self, folder: Path) -> None:
         path = folder / HEAD_FILE
         if not path.exists():
-            raise LossPlusError(f"critic_model_name_or_path={str(folder)!r}: there is no {HEAD_FILE} in it.")
-        write(getattr(self.policy, HEAD).weight, load_file(path)["weight"])
+            raise LossPlusError(f"{folder}: there is no {HEAD_FILE} in it.")
+        write(getattr(self.policy, HEAD).weight, read_tensors(path)["weight"])
 
 
 def kind_in(folder: Path) -> str | None:
@@ -208,7 +213,10 @@ class AdapterCritic(Critic):
 
     def load(self, folder: Path) -> None:
         if (folder / "adapter_config.json").exists():
-            self.policy.load_adapter(str(folder), ADAPTER, is_trainable=True)  # type: ignore[operator]
+            try:
+                self.policy.load_adapter(str(folder), ADAPTER, is_trainable=True)  # type: ignore[operator]
+            except SafetensorError as error:
+                raise broken_tensors(folder, error) from None
         self._load_head(folder)
         self.ensure_trainable()
 
@@ -330,7 +338,7 @@ class ModelCritic(Critic):
         files = sorted(folder.glob("model*.safetensors"))
         if not files:
             raise LossPlusError(f"{folder} holds no critic (model.safetensors).")
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
         for name, parameter in self.model.named_parameters():
             if name not in state:
                 raise LossPlusError(f"{folder} holds no {name} of the critic.")

@@ -110,6 +110,7 @@ class GRPOPlusTrainer(Resumes):
         self.kl_controller = controller_for(self.spec)
         self._exchange = Exchange(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.device)
         self._statistics = {mode: StepStatistics(args.probes) for mode in ("train", "eval")}
+        self.step_statistics = self._statistics["train"]
         self._values: dict[str, float] = {}  # of the optimizer step, over all processes
         folder = check_space(args, self.model)
         self.guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))

@@ -21,7 +21,7 @@ from ..loss import LossOutput, compute_loss
 from ..ppo_config import PPOPlusConfig
 from ..spec import LossSpec
 from . import layouts
-from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, kind_in, without_critic
+from .critic import AdapterCritic, Critic, ModelCritic, SharedCritic, base_of, without_critic
 from .failures import told_once
 from .grpo import GRPOPlusTrainer
 from .minibatch import PASSES, MicroBatch
@@ -56,6 +56,7 @@ class PPOPlusTrainer(GRPOPlusTrainer):
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         self._refuse_vision()
         self.critic = self._build_critic(model)
+        self.critic_kind = self.critic.kind
         layouts.prepare_critic(self)
         self._seen_values: tuple[list[Tensor], list[Chunk] | None] | None = None
         if args.critic_gradient_checkpointing is False and args.gradient_checkpointing and not checkpointed_layers(self.model):
@@ -259,13 +260,12 @@ class PPOPlusTrainer(GRPOPlusTrainer):
             self.critic.save(Path(str(folder)) / "critic", state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        found = kind_in(Path(resume_from_checkpoint) / "critic")
-        if found != self.critic.kind:
-            holds = "holds no critic" if found is None else f"holds a critic of kind {found!r}"
-            with told_once(self.accelerator.process_index):
-                raise LossPlusError(
-                    f"resume_from_checkpoint={resume_from_checkpoint!r} {holds}, and critic is {self.critic.kind!r}."
-                )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.critic.load(Path(resume_from_checkpoint) / "critic")
+        with told_once(self.accelerator.process_index):
+            self.critic.load(Path(resume_from_checkpoint) / "critic")
         self.critic.ensure_trainable()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As transformers, but for the critic's weights: they lie in critic/ and are loaded next."""
+        missing = [name for name in load_result.missing_keys if not self.critic.own(name)]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))

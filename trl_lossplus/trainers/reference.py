@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import nn
 from transformers import TrainerCallback
 
 from ..functional.errors import LossPlusError
+from .files import read_tensors
 from .sharded import modified, whole, write
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,6 @@ class ReferenceAdapter(TrainerCallback):
         if not path.exists():
             logger.warning("%s has no %s: the reference starts as at the beginning of training.", checkpoint, FILE)
             return
-        saved: dict[str, Tensor] = load_file(path)
+        saved = read_tensors(path)
         for name, parameter, _ in pairs(self.model):
             write(parameter, saved[name])

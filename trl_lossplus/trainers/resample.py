@@ -24,6 +24,7 @@ from ..estimators import weighted_sum
 from ..functional.errors import LossPlusError
 from .drawn import DrawnRow
 from .exchange import Exchange
+from .files import broken, read_json
 from .minibatch import MicroBatch
 from .rollout import group_statistics
 
@@ -265,9 +266,16 @@ class Resampler:
         Path(checkpoint, FILE).write_text(json.dumps({"position": position}))
 
     def load(self, checkpoint: str) -> None:
-        """Restores the position; without its file the stream starts anew, with a warning."""
+        """Restores the position; without its file the stream starts anew, with a warning. Raises LossPlusError for a broken one."""
         path = Path(checkpoint, FILE)
         if path.exists():
-            self.position = int(json.loads(path.read_text())["position"])
+            self.position = _position(path)
         else:
             logger.warning("%s has no %s: the stream of further prompts starts anew.", checkpoint, FILE)
+
+
+def _position(path: Path) -> int:
+    found = read_json(path).get("position")
+    if not isinstance(found, int):
+        raise broken(path, "it holds no position")
+    return found

@@ -8,45 +8,39 @@ that of the pass before. So each process writes its part of what is in memory be
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from transformers.trainer import TRAINER_STATE_NAME
 
+from ..diagnostics.probes import StepStatistics
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
 from ..kl_control import KLController
 from ..spec import LossSpec
 from .beside import SeesRewards
+from .critic import kind_in
 from .exchange import Exchange
 from .failures import told_once
+from .files import broken_tensors, read_json
 from .kl_state import load_controller, save_controller, starting_coef
 from .packing import Packing
 from .reference import ReferenceAdapter
 from .resample import Resampler
+from .resume_fields import ANEW, FILES, changes, made_under, refuse, told
 from .segment_attention import Segment
 from .step_guard import StepGuard
 
 logger = logging.getLogger(__name__)
 
-FILES = "lossplus_state_*.pt"
-# What decides how a rollout is cut; in which form its parts lie in memory, and of which temperature its log-probs are; and which
-# prompts come when.
-SHAPE = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "num_generations",
-)  # fmt: skip
-FORM = ("skip_still_rows", "max_tokens_per_microbatch", "temperature")
-ORDER = ("seed", "shuffle_dataset")
-# Where an adaptive KL coefficient starts: not read again once it has moved.
-STARTS = ("beta", "kl_reward_coef")
 # What may stand in a file beside tensors and plain values: it is read without running code that it may hold.
 CLASSES: list[Any] = [Window, Packing, Segment]
 
@@ -66,18 +60,29 @@ class Resumes(SeesRewards):
 
     spec: LossSpec
     guard: StepGuard
+    step_statistics: StepStatistics  # of training
     kl_controller: KLController
     kl_factor = 1.0  # the KL coefficient in use over the configured one, fixed at each rollout
     resampler: Resampler | None
     reference_adapter: ReferenceAdapter | None
+    critic_kind: str | None = None
 
     @property
     def stateful(self) -> dict[str, Stateful]:
         """What keeps a state from step to step, beside what TRL holds."""
-        parts: dict[str, Stateful] = {"guard": self.guard}
+        parts: dict[str, Stateful] = {"guard": self.guard, "probes": self.step_statistics}
         if self.resampler is not None:
             parts["resampler"] = self.resampler
         return parts | ({"kl_controller": self.kl_controller} if self.spec.kl_controller == "adaptive" else {})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As transformers. Raises LossPlusError for another kind of critic, or one where none is trained, and for a file cut off."""
+        with told_once(self.accelerator.process_index):
+            refuse_critic(resume_from_checkpoint, self.critic_kind)
+            try:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            except SafetensorError as error:
+                raise broken_tensors(Path(resume_from_checkpoint), error) from None
 
     def save_plus_state(self, checkpoint: str) -> None:
         """
@@ -86,7 +91,7 @@ class Resumes(SeesRewards):
         In the middle of a rollout's use it is the coefficient of that rollout, for a run that makes and measures it again.
         """
         in_use = starting_coef(self.spec) * self.kl_factor if self.mid_rollout else self.kl_controller.coef
-        save_controller(checkpoint, self.kl_controller, in_use)
+        save_controller(checkpoint, self.kl_controller, in_use, starting_coef(self.spec))
         if self.resampler is not None:
             self.resampler.save(checkpoint)
 
@@ -104,8 +109,20 @@ class Resumes(SeesRewards):
         for part in (self.reference_adapter, self.resampler):
             if part is not None:
                 part.load(checkpoint)
-        load_controller(checkpoint, self.kl_controller)
-        load(self, checkpoint)
+        if "kl_controller" not in load(self, checkpoint):
+            load_controller(checkpoint, self.kl_controller)
+
+
+def refuse_critic(checkpoint: str, kind: str | None) -> None:
+    """Raises LossPlusError where a checkpoint's critic is not of the kind that is trained, None where none is."""
+    found = kind_in(Path(checkpoint) / "critic")
+    if found == kind:
+        return
+    holds = "holds no critic" if found is None else f"holds a critic of kind {found!r}"
+    asked = (
+        f"critic is {kind!r}" if kind is not None else "GRPOPlusTrainer trains none: take PPOPlusTrainer, or its policy as model"
+    )
+    raise LossPlusError(f"resume_from_checkpoint={checkpoint!r} {holds}, and {asked}.")
 
 
 def path_of(checkpoint: str, process: int) -> Path:
@@ -113,10 +130,17 @@ def path_of(checkpoint: str, process: int) -> Path:
     return Path(checkpoint, FILES.replace("*", str(process)))
 
 
+def step_of(checkpoint: str) -> int | None:
+    """The optimizer step at which a checkpoint was taken, None where it does not say."""
+    path = Path(checkpoint, TRAINER_STATE_NAME)
+    return read_json(path).get("global_step") if path.exists() else None
+
+
 def save(trainer: Resumes, checkpoint: str) -> None:
     """Writes this process's part: its share of the rollout where that serves more steps, and a few kilobytes."""
     held = trainer.held()
     state = {
+        "step": trainer.state.global_step,
         "made_under": made_under(trainer) | {"inside": held["rollout"] is not None},
         "held": held,
         "kl_factor": trainer.kl_factor,
@@ -129,35 +153,49 @@ def save(trainer: Resumes, checkpoint: str) -> None:
     os.replace(unfinished, path)
 
 
-def load(trainer: Resumes, checkpoint: str) -> None:
+def load(trainer: Resumes, checkpoint: str) -> Set[str]:
     """
     Puts back what `save` wrote, on every process or on none, and the sampler to the pass that the checkpoint is in.
 
     A warning says what will not be as it was: another order of prompts, another loss for the rest of the rollout, a rollout made anew.
 
+    Returns:
+        The names among `stateful` that were put back.
+
     Raises:
-        LossPlusError: a file that cannot be read; inside a rollout, another shape of rollouts than now, or files that some processes
+        LossPlusError: a file that cannot be read, or is of another step; inside a rollout, another shape of rollouts than now, or files that some processes
             have and others have not.
     """
     passes, micro_batches = place(trainer)
     for _ in range(passes):
         next(iter(trainer.prompt_sampler), None)  # draws the order of a pass that is over
     accelerator = trainer.accelerator
-    state, fault = read(path_of(checkpoint, accelerator.process_index), accelerator.device)
+    path = path_of(checkpoint, accelerator.process_index)
+    state, fault = read(path, accelerator.device)
+    at = step_of(checkpoint)
+    if state is not None and at is not None and state.get("step", at) != at:
+        fault = f"{path} is of step {state['step']}, and the checkpoint of step {at}"
     exchange = Exchange(accelerator.gather, accelerator.num_processes, accelerator.device)
     everyone = exchange((fault, None if state is None else state["made_under"]))
     with told_once(accelerator.process_index):
         goes_on = compare(trainer, checkpoint, everyone, micro_batches)
     if state is None or not goes_on:
         trainer.hold_none(micro_batches)
-        return
+        return set()
     trainer.hold(state["held"])
-    # An adaptive coefficient is the controller's, whatever it started from: a changed start must not scale it.
-    adaptive = trainer.spec.kl_controller == "adaptive" and "kl_coef" in state
-    trainer.kl_factor = state["kl_coef"] / starting_coef(trainer.spec) if adaptive else state["kl_factor"]
-    for name, part in trainer.stateful.items():
-        if name in state["parts"]:
-            part.load_state_dict(state["parts"][name])
+    trainer.kl_factor = factor_in_use(trainer.spec, state)
+    restored = trainer.stateful.keys() & state["parts"].keys()
+    for name in restored:
+        trainer.stateful[name].load_state_dict(state["parts"][name])
+    return restored
+
+
+def factor_in_use(spec: LossSpec, state: dict[str, Any]) -> float:
+    """The KL coefficient of the rollout in use over the configured one: under adaptive control another start does not scale it."""
+    factor, start = float(state["kl_factor"]), starting_coef(spec)
+    in_use = state.get("kl_coef", start * factor)
+    adaptive = "adaptive" in (spec.kl_controller, state["made_under"]["loss"].get("kl_controller"))
+    return in_use / start if adaptive and in_use != start * factor else factor
 
 
 def read(path: Path, device: torch.device) -> tuple[dict[str, Any] | None, str | None]:
@@ -176,19 +214,6 @@ def read(path: Path, device: torch.device) -> tuple[dict[str, Any] | None, str |
 
 def _placed(device: torch.device, storage: Any, at: str) -> Any:
     return storage if at == "cpu" else storage.to(device=device)
-
-
-def made_under(trainer: Resumes) -> dict[str, dict[str, Any]]:
-    """What the state in memory depends on: fields of the configuration and facts of the run, by kind and name."""
-    args, packed = trainer.args, trainer.packed
-    layout = "padded" if packed is None else "shared_prefix" if packed.share_prefix else "packed"
-    return {
-        "shape": {name: getattr(args, name) for name in SHAPE} | {"processes": trainer.accelerator.num_processes},
-        "form": {name: getattr(args, name) for name in FORM}
-        | {"microbatch_layout": layout, "policy_loss": trainer.spec.policy_loss},
-        "order": {name: getattr(args, name) for name in ORDER} | {"rows of train_dataset": trainer.rows_of_prompts},
-        "loss": json.loads(json.dumps(asdict(trainer.spec), default=str)),
-    }
 
 
 def place(trainer: Resumes) -> tuple[int, int]:
@@ -211,7 +236,7 @@ def compare(
     Whether the state can be put back.
 
     Args:
-        everyone: of each process, why its file cannot be read, and what it was made under (None where there is none).
+        everyone: of each process, why its file cannot be used, and what it was made under (None where there is none).
         micro_batches: taken before the checkpoint.
 
     Raises:
@@ -219,33 +244,21 @@ def compare(
     """
     faults = [fault for fault, _ in everyone if fault is not None]
     found = [told for _, told in everyone if told is not None]
-    anew = f"or delete {FILES} there to have the rollout made anew"
     if faults:
-        raise LossPlusError(f"{faults[0]}. Take another checkpoint, {anew}.")
+        raise LossPlusError(f"{faults[0]}. Take another checkpoint, or {ANEW}.")
     now, say = made_under(trainer), logger.warning if trainer.accelerator.is_main_process else logger.debug
     was: dict[str, Any] = found[0] if found else {"inside": micro_batches % trainer.micro_batches_per_generation != 0, **now}
-    changed = {kind: differences(was[kind], now[kind]) for kind in now}
-    if was["inside"] and trainer.args.ignore_data_skip:
+    changed = changes(was, now)
+    left_out = was["inside"] and trainer.args.ignore_data_skip
+    if found and was["inside"] and not left_out:
+        missing = f"{FILES} of {len(everyone)} processes (here are {len(found)})" if len(found) < len(everyone) else None
+        refuse(checkpoint, changed, missing)
+    goes_on = len(found) == len(everyone) and not changed["shape"] and not left_out
+    for sentence in told(checkpoint, was, now, changed, goes_on=goes_on, adapts_entropy=trainer.use_adaptive_entropy):
+        say("%s", sentence)
+    if left_out:
         say("%s was taken inside a rollout; with ignore_data_skip=True a new one is begun.", checkpoint)
         return False
-    if found and was["inside"]:
-        other = changed["shape"] + changed["form"]
-        if len(found) < len(everyone) and not other:
-            other = [f"{FILES} of {len(everyone)} processes (here are {len(found)})"]
-        if other:
-            raise LossPlusError(
-                f"{checkpoint} was taken inside a rollout, and what is left of it cannot be used: {'; '.join(other)}. Set that as it "
-                f"was, take a checkpoint between two rollouts, {anew}."
-            )
-        if changed["loss"]:
-            say(
-                "%s was taken inside a rollout, and the loss was another: %s. The loss of the next step is the new one; what is stored of "
-                "the rollout (rewards, advantages, returns, old and reference log-probs) stays until the next rollout.",
-                checkpoint,
-                "; ".join(changed["loss"]),
-            )
-    if found and was["loss"].get("kl_controller") == now["loss"]["kl_controller"] == "adaptive":
-        _say_starts(checkpoint, changed["loss"], say)
     if was["inside"] and not found:
         say(
             "%s was taken inside a rollout and has no %s (an older version's checkpoint, or TRL's): the rollout is made anew from the same "
@@ -254,32 +267,12 @@ def compare(
             FILES,
         )
     if trainer.prompt_sampler is None and (trainer.state.epoch or 0.0) >= 1.0:
-        _say_streamed(checkpoint, int(trainer.state.epoch or 0), say)
-    if others := changed["shape"] + changed["order"]:
-        say("The prompts do not come in the order of the run that wrote %s: %s.", checkpoint, "; ".join(others))
-    return len(found) == len(everyone) and not changed["shape"]
-
-
-def _say_starts(checkpoint: str, changed: list[str], say: Callable[..., None]) -> None:
-    """Where an adaptive coefficient would have started is not read again."""
-    if starts := [line for line in changed if line.split(" ", 1)[0] in STARTS]:
         say(
-            "%s is not used: the adaptive controller goes on with the coefficient of %s. To start anew, begin a new run from its model.",
-            "; ".join(starts),
+            "train_dataset is streamed, and %s is from its pass number %d: transformers cannot find the place in a later pass, so the "
+            "prompts come from the beginning of a pass again.",
             checkpoint,
+            int(trainer.state.epoch or 0) + 1,
         )
-
-
-def _say_streamed(checkpoint: str, passes: int, say: Callable[..., None]) -> None:
-    """A stream has no place to go back to after its first pass."""
-    say(
-        "train_dataset is streamed, and %s is from its pass number %d: transformers cannot find the place in a later pass, so the "
-        "prompts come from the beginning of a pass again.",
-        checkpoint,
-        passes + 1,
-    )
-
-
-def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names whose values differ, with both."""
-    return [f"{name} was {was.get(name)!r} and is {value!r}" for name, value in now.items() if was.get(name) != value]
+    if others := [*changed["shape"].values(), *changed["order"].values()]:
+        say("The prompts do not come in the order of the run that wrote %s: %s.", checkpoint, "; ".join(others))
+    return goes_on
