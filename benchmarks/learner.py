@@ -81,7 +81,7 @@ def measure(variant: str, lengths: str, settings: dict[str, Any], model: str, fl
     gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(model)
     rollout = rollout_of(rows_of(lengths), len(tokenizer) - 10)
-    rewards = [row % 3 * float(not flat or row // GROUP % 2) + 0.1 * (row // GROUP) for row in range(ROWS)]
+    rewards = [row % 3 * float(not flat or row // GROUP % 2) + 0.125 * (row // GROUP) for row in range(ROWS)]
     stock = variant == "trl"
     ours = {} if stock else {"microbatch_layout": variant.rstrip("+"), "skip_still_rows": variant.endswith("+"), "probes": "off"}
     spent: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,7 @@ from .functional.aggregation import Window, aggregate
 from .functional.entropy import high_entropy_mask
 from .functional.errors import LossPlusError
 from .functional.kl import estimate_kl
-from .functional.masking import count, masked_mean, masked_sum, nonempty, row_means, select
+from .functional.masking import count, masked_mean, masked_sum, nonempty, row_counts, row_sums, select
 from .functional.policy import PolicyTerm, off_policy_keep
 from .functional.value import value_loss
 from .objectives import importance_ratio
@@ -87,17 +88,38 @@ def pool(name: str, x: Tensor, mask: Tensor) -> Statistic:
     A (B, T) or (B, 1) tensor as a statistic: by the suffix of its name the least (`_min`) or largest (`_max`) row mean, else the
     mean over valid tokens, or over rows with valid tokens for (B, 1).
     """
-    x = x.detach()
-    per_row = x.shape[-1] == 1 and mask.shape[-1] != 1
+    return pool_all({name: x}, mask)[name]
+
+
+def pool_all(named: Mapping[str, Tensor], mask: Tensor) -> dict[str, Statistic]:
+    """Several tensors as `pool` takes them. A tensor that stands under several names is summed once."""
+    sums: dict[int, Tensor] = {}
+    found = {}
+    for name, x in named.items():
+        per_row = x.shape[-1] == 1 and mask.shape[-1] != 1
+        if not per_row and id(x) not in sums:
+            sums[id(x)] = row_sums(x.detach(), mask)
+        found[name] = _per_row(name, x.detach().squeeze(-1), mask) if per_row else _per_token(name, sums[id(x)], mask)
+    return found
+
+
+def _per_row(name: str, x: Tensor, mask: Tensor) -> Statistic:
     rows = nonempty(mask)
     if name.endswith(("_min", "_max")):
-        means = x.squeeze(-1).float() if per_row else row_means(x, mask)
-        kind, worst = ("min", float("inf")) if name.endswith("_min") else ("max", float("-inf"))
-        kept = torch.where(rows, means, torch.full_like(means, worst))
-        return Statistic(kind, kept.amin() if kind == "min" else kept.amax(), rows.sum())
-    if per_row:
-        return Statistic("mean", masked_sum(x.squeeze(-1), rows).float(), rows.sum())
-    return Statistic("mean", masked_sum(x, mask).float(), count(mask))
+        return _extreme(name, x.float(), rows)
+    return Statistic("mean", masked_sum(x, rows).float(), rows.sum())
+
+
+def _per_token(name: str, sums: Tensor, mask: Tensor) -> Statistic:
+    if name.endswith(("_min", "_max")):
+        return _extreme(name, sums / row_counts(mask).clamp(min=1), nonempty(mask))
+    return Statistic("mean", sums.sum().float(), count(mask))
+
+
+def _extreme(name: str, means: Tensor, rows: Tensor) -> Statistic:
+    kind, worst = ("min", float("inf")) if name.endswith("_min") else ("max", float("-inf"))
+    kept = torch.where(rows, means, torch.full_like(means, worst))
+    return Statistic(kind, kept.amin() if kind == "min" else kept.amax(), rows.sum())
 
 
 def _policy(batch: LossBatch, spec: LossSpec) -> tuple[PolicyTerm, Tensor, Tensor]:
@@ -188,7 +210,7 @@ def value_statistics(values: Tensor, returns: Tensor, clipped: Tensor, mask: Ten
         "value/error_mean": error,
         "value/error_square": error**2,
     }
-    return {name: pool(name, tensor, mask) for name, tensor in tensors.items()}
+    return pool_all(tensors, mask)
 
 
 def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None) -> LossOutput:
@@ -218,10 +240,11 @@ def compute_loss(batch: LossBatch, spec: LossSpec, window: Window | None = None)
 
     sources = {"policy": batch.logps.view_as(batch.logps)}
     term, log_ratio, ratio = _policy(replace(batch, logps=sources["policy"]), spec)
-    policy = _weighted(term.per_token, batch, spec, entropy_mask)
+    policy = select(_weighted(term.per_token, batch, spec, entropy_mask), mask)
     terms = {"policy": reduce(policy, mask)}
-    per_token = {"policy": select(policy.detach(), mask), "log_ratio": log_ratio, "ratio": ratio}
-    statistics = {name: pool(name, x, mask) for name, x in term.stats.items()}
+    per_token = {"policy": policy.detach(), "log_ratio": log_ratio, "ratio": ratio}
+    statistics = pool_all(term.stats, mask)
+    del term  # not held beside what the other terms need
     if spec.kl_in_loss:
         sources["kl"] = batch.logps.view_as(batch.logps)
         kl = _kl(replace(batch, logps=sources["kl"]), spec)

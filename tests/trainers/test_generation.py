@@ -13,10 +13,13 @@ from transformers import (
     MambaConfig,
     Qwen3Config,
 )
+from transformers.cache_utils import DynamicCache
 
 from trl_lossplus import LossPlusError
+from trl_lossplus.trainers import generation
 from trl_lossplus.trainers.adapters import base_of
 from trl_lossplus.trainers.generation import compact
+from trl_lossplus.trainers.roomy_cache import ROOM, make_room
 
 SMALL = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -173,3 +176,37 @@ def test_another_kind_of_cache_is_refused():
     model = model_of(MambaConfig(vocab_size=24, hidden_size=16, num_hidden_layers=1, state_size=4))
     with compact(model), pytest.raises(LossPlusError, match="layers whose cache is a LinearAttentionLayer"):
         model.generate(**prompts(), generation_config=config())
+
+
+@pytest.mark.parametrize(
+    ("uniform", "expected"),
+    [(0.0, [1, 0]), (0.2499, [1, 0]), (0.25, [3, 0]), (0.9999, [3, 0]), (1 - 2**-53, [3, 0])],
+)
+def test_the_token_that_a_uniform_number_draws(monkeypatch, uniform, expected):
+    """Probabilities 0, 1/4, 0, 3/4, 0: a token without probability is never drawn, whatever the number; nor past the last one."""
+    scores = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]).log()
+    monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: torch.full(shape, uniform, dtype=dtype))
+    assert generation._draw(scores, sample=True).tolist() == expected
+    assert generation._draw(scores, sample=False).tolist() == [3, 0]
+
+
+def test_a_cache_with_room_holds_what_transformers_holds():
+    """Through growth over more than one room, a choice of rows in between, and rows twice; the buffer moves once a room."""
+    torch.manual_seed(0)
+    plain, roomy = DynamicCache(), DynamicCache()
+    first = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
+    for cache in (plain, roomy):
+        cache.update(*first, 0)
+    make_room(roomy)
+    rows, places = torch.tensor([2, 0, 0]), set()
+    for step in range(2 * ROOM):
+        new = torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 6)
+        pairs = zip(plain.update(*new, 0), roomy.update(*new, 0), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        places.add(roomy.layers[0].keys.data_ptr())
+        assert roomy.get_seq_length() == plain.get_seq_length() == 6 + step
+        if step == 10:
+            for cache in (plain, roomy):
+                cache.batch_select_indices(rows)
+    assert len(places) <= 4  # the first room, after the choice of rows, and twice more
+    assert torch.equal(plain.layers[0].values, roomy.layers[0].values)

@@ -36,7 +36,7 @@ class _K3(torch.autograd.Function):
         power = value.neg().exp_()
         value.add_(power).sub_(1)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(threshold_backward(power.neg_().add_(1), d, -bound))
+            ctx.save_for_backward(threshold_backward.grad_input(power.neg_().add_(1), d, -bound, grad_input=power))
         return value
 
     @staticmethod

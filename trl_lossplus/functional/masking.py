@@ -63,6 +63,11 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def _counted(x: Tensor) -> torch.dtype | None:
+    """What a sum is taken in: bools in 32 bits, where PyTorch would write them out in 64."""
+    return torch.int32 if x.dtype == torch.bool else None
+
+
 def nonempty(mask: Tensor, keepdim: bool = False) -> Tensor:
     """Rows with a valid token: (B,), or (B, 1)."""
     rows = row_counts(mask) > 0
@@ -71,7 +76,7 @@ def nonempty(mask: Tensor, keepdim: bool = False) -> Tensor:
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of `x` over `mask`: a scalar, 0 for an empty mask."""
-    return select(x, mask).sum()
+    return select(x, mask).sum(dtype=_counted(x))
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -81,7 +86,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of each row over its mask: (B,)."""
-    return select(x, mask).sum(-1)
+    return select(x, mask).sum(-1, dtype=_counted(x))
 
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:

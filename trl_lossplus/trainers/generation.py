@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..config_checks import check_generation
 from ..functional.errors import LossPlusError
 from .adapters import base_of
+from .roomy_cache import make_room
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 PER_ROW = ("attention_mask", "position_ids", "token_type_ids")  # what `generate` keeps a row of for each row of ids
 KINDS = ("full_attention", "sliding_attention")  # of layers whose cache rows can be chosen from
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-# Settings of `generate` under which it is not a loop over rows that are sampled one token at a time from a growing cache.
 
 
 def prepare(trainer: GRPOPlusTrainer, rollout_func: Any) -> Callable[[], AbstractContextManager[None]]:
@@ -101,13 +101,9 @@ def compact_sampling(
     first, same = _distinct(input_ids, kwargs.get("attention_mask"))
     outputs = model._prefill(input_ids[first], generation_config, _rows(kwargs, first))
     cache = outputs.get("cache", outputs.get("past_key_values"))
-    for layer in cache.layers:
-        if type(layer) not in LAYERS:
-            raise LossPlusError(
-                f"compact_generation=True: the model has layers whose cache is a {type(layer).__name__}, not chosen from by row. "
-                "Set it to False."
-            )
+    _check_layers(cache)
     cache.batch_select_indices(same)
+    make_room(cache)
     logits, ids, sampled, ended = outputs.logits[:, -1][same], input_ids, [], False
     live = torch.arange(len(ids), device=ids.device)
     padding = torch.full_like(
@@ -131,6 +127,15 @@ def compact_sampling(
         logits = outputs.logits[:, -1]
 
 
+def _check_layers(cache: Any) -> None:
+    for layer in cache.layers:
+        if type(layer) not in LAYERS:
+            raise LossPlusError(
+                f"compact_generation=True: the model has layers whose cache is a {type(layer).__name__}, not chosen from by row. "
+                "Set it to False."
+            )
+
+
 def _distinct(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Numbers of the rows that differ (U,), and which of these each row is (B,)."""
     rows = ids if mask is None else torch.cat([ids, mask.to(ids)], 1)
@@ -144,5 +149,15 @@ def _rows(kwargs: dict[str, Any], index: Tensor) -> dict[str, Any]:
 
 
 def _draw(scores: Tensor, sample: bool) -> Tensor:
-    """One token (n,) a row of scores (n, V)."""
-    return torch.multinomial(scores.softmax(-1), 1).squeeze(1) if sample else scores.argmax(-1)
+    """
+    One token (n,) a row of scores (n, V).
+
+    Sampled by one uniform number a row: the first token at which the sum of probabilities is over it. torch.multinomial draws V numbers a
+    row, which on a CPU takes longer than the model's layers.
+    """
+    if not sample:
+        return scores.argmax(-1)
+    sums = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    below = sums[:, -1:].nextafter(sums.new_zeros(()))  # the sum of all may be rounded to a little over or under 1
+    at = (torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]).minimum(below)
+    return torch.searchsorted(sums, at, right=True).squeeze(1)
