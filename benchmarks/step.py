@@ -4,7 +4,7 @@ What a whole GRPO step costs, generation included, relative to the installed TRL
     python benchmarks/step.py                  # SmolLM2, 4 prompts x 8 completions of at most 256 tokens
     python benchmarks/step.py --tokens 64 --rounds 1
 
-Ours runs with `compact_generation` and `microbatch_layout: shared_prefix`; KL 0, LoRA r=16, float32, no vLLM, without checkpointing. Each variant
+Ours runs with `compact_generation`, `merged_generation` and `microbatch_layout: shared_prefix`; KL 0, LoRA r=16, float32, no vLLM, without checkpointing. Each variant
 runs in a fresh process and draws from its own random stream, so that lengths differ a little: seconds are shown in all and a generated
 token. What is timed is from the start of the first optimizer step to its end, four micro-batches of 8; CPU seconds on the CPU.
 """
@@ -61,7 +61,7 @@ def measure(variant: str, tokens: int, seed: int, model: str) -> dict[str, float
         return [row % 3 + 0.1 * len(ids) for row, ids in enumerate(completion_ids)]
 
     clock = Clock()
-    ours = {} if stock else {"microbatch_layout": "shared_prefix", "compact_generation": True}
+    ours = {} if stock else {"microbatch_layout": "shared_prefix", "compact_generation": True, "merged_generation": True}
     with tempfile.TemporaryDirectory() as folder:
         config = {
             "output_dir": folder, "use_cpu": not gpu, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",

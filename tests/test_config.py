@@ -78,6 +78,7 @@ VALUES = {
     "max_tokens_per_microbatch": (4096, {}),
     "skip_still_rows": (True, {}),
     "compact_generation": (True, {}),
+    "merged_generation": (True, {}),
     "probes": ("full", {}),
     "nonfinite_policy": ("skip", {}),
     "nonfinite_max_skips": (5, {"nonfinite_policy": "skip"}),
@@ -450,6 +451,7 @@ CONFLICTS = [
     ({"skip_still_rows": True, "entropy_coef": 0.1}, ["skip_still_rows=True", "the entropy bonus acts on every row"]),
     *(({"compact_generation": True, name: value}, ["compact_generation=True", word, "Set it to False"])
       for name, value, word in (("use_vllm", True, "vLLM"), ("generation_kwargs", {"num_beams": 2}, "num_beams"))),
+    ({"merged_generation": True, "use_vllm": True}, ["merged_generation=True", "to which TRL sends merged weights", "Set it to False"]),
     ({"num_generations": 5}, ["num_generations=5 does not divide the 8 completions", "Allowed with these: 2, 4, 8."]),
     ({"critic": "adapter"}, ["critic='adapter'", "GRPOPlusConfig has no critic", "PPOPlusConfig and PPOPlusTrainer"]),
     ({"gae_lambda": 0.9}, ["gae_lambda=0.9", "PPOPlusConfig"]),

@@ -153,6 +153,11 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         "distribution, another random stream.",
         False,
     )
+    merged_generation: bool = option(
+        "Where transformers' generate makes the completions under LoRA: add the adapters to a copy of the weights for that time, so that a "
+        "token takes no product with them. Needs the memory of that copy.",
+        False,
+    )
 
     probes: str = option(
         "What is measured of each optimizer step beside the terms and clip fractions: off, summary (extremes and medians of log "

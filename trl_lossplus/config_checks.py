@@ -116,7 +116,11 @@ def check_still_rows(args: GRPOPlusConfig, spec: LossSpec, *, auxiliary: bool = 
 
 
 def check_generation(args: GRPOPlusConfig) -> None:
-    """compact_generation where completions do not come from transformers' own loop. Raises LossPlusError."""
+    """compact_generation, merged_generation where completions do not come from transformers' own loop. Raises LossPlusError."""
+    if args.merged_generation and args.use_vllm:
+        raise LossPlusError(
+            "merged_generation=True: completions come from vLLM, to which TRL sends merged weights. Set it to False."
+        )
     if not args.compact_generation:
         return
     ways = [name for name in OTHER_WAYS if name in (args.generation_kwargs or {})]

@@ -309,5 +309,7 @@ class _Explanation(Facts):
         yield f"Layout: {config.microbatch_layout}{parts}{still}"
         if config.compact_generation:
             yield "Generation: a group's prompt once, without the rows that have ended"
+        if config.merged_generation:
+            yield "Generation: by a copy of the weights with the adapters in it"
         exact = "exact: each optimizer step is normalized by its own tokens and rows"
         yield f"Windows: {exact if config.windows_are_exact else 'not exact: the mean of the rollout is taken instead, as TRL'}"

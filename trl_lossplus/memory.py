@@ -2,7 +2,8 @@
 How much memory a training step needs, from the model's shape: `memory_report` prints it, `estimate` gives the parts.
 
 Counted: weights, gradients, AdamW's state, reference, critic, activations, LM head; on each process, at the step's peak. Not counted:
-CUDA's context and libraries (about 1 GB), fragmentation (5 to 15%), vLLM, and the cache of generation without vLLM.
+CUDA's context and libraries (about 1 GB), fragmentation (5 to 15%), vLLM, and what generation without vLLM holds while no activations are:
+its cache, and the weights' copy of merged_generation.
 
     trl-lossplus memory --model 7B --method LoRA --critic adapter --rows 4 --context 2048
 """

@@ -8,17 +8,19 @@ stopping criteria, the cache. `compact_sampling` is one: the loop of `generate` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..config_checks import check_generation
 from ..functional.errors import LossPlusError
 from .adapters import base_of
+from .merged import merged, why_not_merged
 from .roomy_cache import make_room
 
 if TYPE_CHECKING:
@@ -29,21 +31,41 @@ KINDS = ("full_attention", "sliding_attention")  # of layers whose cache rows ca
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def prepare(trainer: GRPOPlusTrainer, rollout_func: Any) -> Callable[[], AbstractContextManager[None]]:
+def prepare(trainer: GRPOPlusTrainer, rollout_func: Any) -> Callable[[], AbstractContextManager[Any]]:
     """
     What a trainer generates within, from its configuration and its model.
 
     Raises:
-        LossPlusError: compact_generation where completions do not come from `generate` row by row.
+        LossPlusError: compact_generation where completions do not come from `generate` row by row; merged_generation where the adapters
+            cannot be added to a copy of the weights.
     """
-    if not trainer.args.compact_generation:
-        return nullcontext
     check_generation(trainer.args)
-    policy = base_of(trainer.model)
-    reason = why_not_compact(policy, is_vision=trainer.is_vision, rollout_func=rollout_func is not None)
-    if reason is not None:
-        raise LossPlusError(f"compact_generation=True: {reason}. Set it to False.")
-    return partial(compact, policy)
+    policy, func = base_of(trainer.model), rollout_func is not None
+    sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+    ways = {
+        "compact_generation": (
+            partial(why_not_compact, policy, is_vision=trainer.is_vision, rollout_func=func),
+            partial(compact, policy),
+        ),
+        "merged_generation": (
+            partial(why_not_merged, trainer.model, sharded=sharded, rollout_func=func),
+            partial(merged, trainer.model),
+        ),
+    }
+    chosen = []
+    for name, (why_not, way) in ways.items():
+        if getattr(trainer.args, name):
+            if (reason := why_not()) is not None:
+                raise LossPlusError(f"{name}=True: {reason}. Set it to False.")
+            chosen.append(way)
+
+    def around() -> AbstractContextManager[Any]:
+        with ExitStack() as stack:
+            for way in chosen:
+                stack.enter_context(way())
+            return stack.pop_all()
+
+    return around
 
 
 def why_not_compact(model: nn.Module, *, is_vision: bool, rollout_func: bool) -> str | None:

@@ -48,7 +48,7 @@ AT_ROLLOUT = frozenset(
 # And fields that are not the loss's, which act where a rollout is made.
 MAKES_ROLLOUT = (
     "reward_weights", "missing_eos_penalty", "truncated_completions", "max_completion_length", "mask_truncated_completions", "top_p",
-    "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs", "compact_generation", "use_vllm",
+    "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs", "compact_generation", "merged_generation", "use_vllm",
     "rollout_is_correction", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max", "resample_max_tries", "resample_exhausted",
     "max_tokens_per_microbatch",
