@@ -111,7 +111,7 @@ def test_a_budget_changes_no_weight(toy, tmp_path, whole, layout, rows):
         assert logged(run, name) == pytest.approx(logged(whole, name), rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_a_row_over_the_budget_is_run_alone(toy, tmp_path, whole, caplog, layout):
     """A budget of one token: each row a part, the same weights, and one line for the whole run."""
     run = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, per_device_train_batch_size=16,
@@ -147,7 +147,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_edges(toy, tmp_path, layout, edge):
     """The same weights with a budget of 12 tokens as without, and they are numbers."""
 
@@ -165,10 +165,11 @@ def test_edges(toy, tmp_path, layout, edge):
     assert all(torch.isfinite(weight).all() for weight in got.values())
 
 
-def test_no_row_is_in_the_loss(toy, tmp_path):
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+def test_no_row_is_in_the_loss(toy, tmp_path, layout):
     """Every completion is cut off and masked: parts without tokens, a loss of 0, and weights that stay."""
     run = trainer(toy, tmp_path, reward=letter_reward, rollout=lambda p, trainer: {**edge_rollout(p, trainer), "completion_ids": [[5] * 6] * len(p)},
-                  mask_truncated_completions=True, microbatch_layout="shared_prefix", max_tokens_per_microbatch=9)  # fmt: skip
+                  mask_truncated_completions=True, microbatch_layout=layout, max_tokens_per_microbatch=9)  # fmt: skip
     before = weights(run)
     run.train()
     assert apart(weights(run), before) == 0.0
