@@ -24,6 +24,7 @@ WAYS = {
     "two passes": TWO_PASSES,
     "a step across rollouts": {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
     "gspo": {"policy_loss": "gspo", **TWO_PASSES},
+    "groups of one": {"num_generations": 1},
 }
 CRITICS = ("shared", "adapter", "model")
 
@@ -31,7 +32,7 @@ CRITICS = ("shared", "adapter", "model")
 def ppo(toy, out, critic, **fields):
     extra = {"peft_config": LoraConfig(**LORA)} if critic == "adapter" else {}
     run = trainer(toy, out, reward=letter_reward, rollout=fixed_rollout, trainer_class=PPOPlusTrainer,
-                  config_class=PPOPlusConfig, extra=extra, critic=critic, **COMMON, **fields)  # fmt: skip
+                  config_class=PPOPlusConfig, extra=extra, critic=critic, **{**COMMON, **fields})  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in sorted(run.model.named_parameters()):
@@ -50,7 +51,8 @@ CELLS = [
     ("one pass", "shared", "shared_prefix"), ("one pass", "model", "packed"),
     ("one pass, KL in the reward, checkpointing", "adapter", "shared_prefix"), ("two passes", "shared", "packed"),
     ("two passes", "adapter", "shared_prefix"), ("two passes", "model", "shared_prefix"), ("gspo", "adapter", "packed"),
-    ("a step across rollouts", "shared", "shared_prefix"),
+    ("a step across rollouts", "shared", "shared_prefix"), ("groups of one", "adapter", "shared_prefix"),
+    ("groups of one", "shared", "packed"),
 ]  # fmt: skip
 
 
