@@ -8,50 +8,77 @@ Shapes: `x` is (B, T) float, `mask` is (B, T) bool, True where the token counts.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-_KNOWN = (
-    WeakIdKeyDictionary()
-)  # by mask: its version when this was found, all bits or none of them for each token, and its row counts
+class _Known(NamedTuple):
+    """
+    What is found of a mask once: its version then; int32, -1 where it is True, else 0; valid tokens a row (B,) and in all; rows with
+    any (B,).
+    """
+
+    mask: ReferenceType[Tensor]
+    version: int
+    bits: Tensor
+    counts: Tensor
+    total: Tensor
+    rows: Tensor
 
 
-def _known(mask: Tensor) -> tuple[int, Tensor, Tensor]:
-    """int32, -1 where `mask` and 0 elsewhere; and (B,) valid tokens a row: made once a mask."""
-    if mask.is_inference():
-        return 0, mask.int().neg_(), mask.sum(-1)
-    found = _KNOWN.get(mask)
-    if found is None or found[0] != mask._version:
-        found = _KNOWN[mask] = mask._version, mask.int().neg_(), mask.sum(-1)
+_KNOWN: dict[int, _Known] = {}  # by id, which another tensor may take once a mask is gone
+
+
+def _known(mask: Tensor) -> _Known:
+    found = _KNOWN.get(id(mask))
+    if found is not None and found.mask() is mask and found.version == mask._version:
+        return found
+    inference = mask.is_inference()  # has no version
+    key, counts = id(mask), mask.sum(-1)
+    reference = ref(mask, lambda gone: _forget(key, gone))
+    found = _Known(reference, 0 if inference else mask._version, mask.int().neg_(), counts, counts.sum(), counts > 0)
+    if not inference:
+        _KNOWN[key] = found
     return found
+
+
+def _forget(key: int, gone: ReferenceType[Tensor]) -> None:
+    if key in _KNOWN and _KNOWN[key].mask is gone:
+        del _KNOWN[key]
 
 
 def row_counts(mask: Tensor) -> Tensor:
     """Valid tokens of each row: (B,)."""
-    return _known(mask)[2]
+    return _known(mask).counts
 
 
 def count(mask: Tensor) -> Tensor:
     """Valid tokens: a scalar."""
-    return row_counts(mask).sum()
+    return _known(mask).total
+
+
+def _keep(x: Tensor, bits: Tensor) -> Tensor:
+    """float32 values whose bits are all kept or all cleared: on a CPU a tenth of the time of torch.where, and as deaf to NaN."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Kept.apply(x, bits)
+    return (x.view(torch.int32) & bits).view(torch.float32)
 
 
 class _Kept(torch.autograd.Function):
-    """float32 values whose bits are all kept or all cleared: on a CPU a tenth of the time of torch.where, and as deaf to NaN."""
+    """`_keep` and its gradient, which is kept and cleared alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
         ctx.save_for_backward(bits)
-        return (x.view(torch.int32) & bits).view(torch.float32)
+        return _keep(x, bits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Kept.apply(grads[0], *ctx.saved_tensors), None
+        return _keep(grads[0], *ctx.saved_tensors), None
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
@@ -59,7 +86,7 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     if x.dtype == torch.bool:
         return x & mask
     if x.dtype == torch.float32 and x.shape == mask.shape and x.device == mask.device:
-        return _Kept.apply(x, _known(mask)[1])
+        return _keep(x, _known(mask).bits)
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -70,7 +97,7 @@ def _counted(x: Tensor) -> torch.dtype | None:
 
 def nonempty(mask: Tensor, keepdim: bool = False) -> Tensor:
     """Rows with a valid token: (B,), or (B, 1)."""
-    rows = row_counts(mask) > 0
+    rows = _known(mask).rows
     return rows.unsqueeze(-1) if keepdim else rows
 
 
