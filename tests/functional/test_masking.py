@@ -144,3 +144,24 @@ def test_group_rows_numbers_by_value():
     groups = masking.group_rows(torch.tensor([40, -2, 40, 7]))
     assert (groups[0].tolist(), groups.num) == ([2, 0, 2, 1], 3)
     assert masking.group_sums(torch.tensor([1.0, 2.0, 3.0, 4.0]), groups).tolist() == [2.0, 4.0, 4.0]
+
+
+def test_what_is_known_of_a_mask_follows_it():
+    """A mask that is written to, one that takes the place of another that is gone, and one made for inference: their own counts."""
+    x = torch.ones(1, 3)
+    mask = torch.tensor([[True, False, True]])
+    assert masking.count(mask) == 2
+    mask[0, 1] = True
+    assert (masking.count(mask), masking.masked_sum(x, mask)) == (3, 3)
+    mask.zero_()
+    assert not masking.nonempty(mask).any()
+    for valid in (1, 2, 3) * 20:  # ids come again
+        assert masking.count(torch.arange(3)[None] < valid) == valid
+    del mask
+    kept = {id(known.mask()) for known in masking._KNOWN.values()}
+    assert id(None) not in kept  # nothing is held of masks that are gone
+    with torch.inference_mode():
+        mask = torch.tensor([[True, False, True]])
+        assert masking.masked_sum(x, mask) == 2
+        mask[0, 1] = True
+        assert masking.masked_sum(x, mask) == 3
