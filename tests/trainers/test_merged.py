@@ -84,7 +84,9 @@ def test_the_weights_are_back_after_an_error():
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"trainer_class": PPOPlusTrainer, "config_class": PPOPlusConfig, "critic": "adapter"}], ids=["grpo", "ppo"]
+    "kind",
+    [{}, {"trainer_class": PPOPlusTrainer, "config_class": PPOPlusConfig, "critic": "adapter"}, {"advantage_estimator": "remax"}],
+    ids=["grpo", "ppo", "remax"],
 )
 def test_through_the_trainer(toy, tmp_path, kind):
     """Merged in each rollout and never in the loss; the frozen weights end as they began; the same tokens as without it."""

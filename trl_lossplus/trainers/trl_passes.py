@@ -117,6 +117,7 @@ class RolloutPasses(HeldState):
     trims_left = False  # whether padding on the left can be taken away
     entropy_has_gradient = True  # whether the loss differentiates the entropies
     greedy = False  # whether greedy completions are being generated; a rollout_func reads it
+    around_generation: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while completions are made
 
     def policy_forward(
         self,
@@ -274,7 +275,7 @@ class RolloutPasses(HeldState):
         Args:
             prompts: as many on every process. rows: the dataset's columns of each.
         """
-        with self._greedily():
+        with self._greedily(), self.around_generation():
             _, ids, _, completions, _, extra, *_ = super()._generate(prompts)
             for name, values in extra.items():  # a rollout function's own columns, for the reward functions
                 rows = [{**row, name: values[i] if isinstance(values, list) else values} for i, row in enumerate(rows)]

@@ -9,7 +9,6 @@ overridden method is one warning, and the versions that were tested are silent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -62,8 +61,6 @@ def check_seam(trainer: type, version: str) -> list[str]:
 
 class TRLSeam(RolloutPasses):
     """GRPOTrainer whose scoring, cutting and loss are the hooks below; everything else stays TRL's."""
-
-    around_generation: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while completions are made
 
     def __init__(self, *args: Any, needs_reference: bool, scale_rewards: str, **kwargs: Any):
         # TRL builds and evaluates a reference model where args.beta is not 0; we may need one for the reward alone. Fields that are
