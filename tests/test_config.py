@@ -299,10 +299,24 @@ def test_ppo_defaults():
     assert make_ppo(advantage_normalization="none").loss_spec().advantage_normalization == "none"
 
 
+def test_rec_without_a_clip_reads_a_ratio_for_its_weight():
+    """rec_clip none: the level of the ratio is read by an importance weight, and by a KL that is multiplied by the ratio."""
+    none = {"policy_loss": "rec", "rec_clip": "none", "importance_sampling_level": "sequence"}
+    assert make(**none, rec_weight="importance").loss_spec().sequence_level
+    assert make(**none, beta=0.1).loss_spec().sequence_level
+    assert make(policy_loss="rec", rec_clip="none", epsilon=0.2).loss_spec().epsilon == 0.2  # its default: not set
+
+
 # Conflicts: fields, and what the message must name: the field, its value, what to do.
 SPLIT = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
 CONFLICTS = [
     ({"policy_loss": "rec", "rec_ring_low": 0.5}, ["rec_ring_low=0.5", "rec_clip='one_side'", "nothing reads it", "Set rec_clip='ring'"]),
+    ({"policy_loss": "rec", "rec_clip": "ring", "epsilon": 0.7}, ["rec_ring_low=0.6", "epsilon=0.7", "it must be > epsilon"]),
+    *(
+        ({"policy_loss": "rec", "rec_clip": "none", name: 0.3}, [f"{name}=0.3 with rec_clip='none'", "nothing reads it", "Set rec_clip to one of one_side, two_side, ring, or remove it"])
+        for name in ("epsilon", "epsilon_high")
+    ),
+    ({"policy_loss": "rec", "rec_clip": "none", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence' with rec_clip='none' and rec_weight='none'", "nothing reads it", "or rec_weight='importance', or remove it"]),
     # a KL coefficient that nothing reads, KL in two places (C7)
     ({"kl_reward_coef": 0.1}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='reward'"]),
     ({"kl_reward_coef": 0.1, "beta": 0.2}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='both'"]),

@@ -270,12 +270,16 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         unread = unread_settings(self, spec)
         if unread:
             name, value = next(iter(unread.items()))
+            if name in entry.options:
+                raise spec.unread(name)
             raise LossPlusError(
                 f"{name}={value!r}: nothing reads it with policy_loss {spec.policy_loss!r}. Remove it, or take an objective that does. "
                 f"Read: {', '.join(sorted(entry.options)) or 'nothing'}."
             )
-        levels = not entry.options or "importance_sampling_level" in entry.options or "sequence_level" in entry.traits
+        levels = not entry.options or "importance_sampling_level" in spec.policy_options or "sequence_level" in entry.traits
         if spec.importance_sampling_level == "sequence" and not levels and not (spec.kl_in_loss and spec.use_bias_correction_kl):
+            if "importance_sampling_level" in entry.options:
+                raise spec.unread("importance_sampling_level")
             raise LossPlusError(
                 f"importance_sampling_level='sequence': policy_loss {spec.policy_loss!r} does not read it. Remove it, or take ppo_clip, "
                 "cispo or sapo, which have a sequence-level ratio."
