@@ -504,6 +504,11 @@ WARNINGS = {
     "loss_0": ({"advantage_estimator": "rloo"}, {"loss_type": "cispo"}, "Loss 0 is expected"),
     "policy_0": (PPO, {**PPO, "num_iterations": 2}, "The policy term (loss/policy) is expected to be near 0"),
     "value_clip": (PPO, {**PPO, "cliprange_value": 0}, "cliprange_value cannot act and value/clip_ratio is 0."),
+    "no_sampler": (
+        {"policy_loss": "rollout_ppo"},
+        {"policy_loss": "rollout_ppo", "use_vllm": True},
+        "policy_loss='rollout_ppo' reads the sampler's log-probs, which the trainer's own generation does not keep: set use_vllm=True",
+    ),
     "windows": (
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
         {"gradient_accumulation_steps": 3, "steps_per_generation": 3},
@@ -798,6 +803,23 @@ def test_misspelt_keys_of_a_file(tmp_path, capsys):
         (["report"], "the following arguments are required: run."),
         (["doctor", "a", "b"], "unrecognized arguments: b."),
         (["replay"], "the following arguments are required: snapshot."),
+        (
+            ["explain", "--skip_still_rows", "true", "--beta", "0.1"],
+            "skip_still_rows=True would change the gradient: the kl term acts",
+        ),
+        (
+            ["explain", "--compact_generation", "true", "--use_vllm", "true"],
+            "compact_generation=True: completions come from vLLM",
+        ),
+        (
+            ["explain", "--microbatch_layout", "packed", "--model_init_kwargs", '{"attn_implementation": "eager"}'],
+            "microbatch_layout='packed' is not exact here: attn_implementation is 'eager'",
+        ),
+        (
+            ["explain", "--microbatch_layout", "shared_prefix", "--router_aux_loss_coef", "0.01"],
+            "microbatch_layout='shared_prefix' is not exact here: the router's auxiliary loss",
+        ),
+        (["explain", "--trainer", "ppo", "--sync_ref_model", "true"], "sync_ref_model=True: there is no KL, so no reference."),
         (["explain", "--num_generations", "1"], "GRPO requires at least 2 generations per prompt"),
     ],
 )

@@ -8,9 +8,9 @@ from typing import Any, cast
 from trl import GRPOConfig
 
 from .config_checks import (
-    check_budget,
     check_correction,
     check_generation,
+    check_reference,
     check_steps,
     check_still_rows,
     check_windows,
@@ -21,6 +21,7 @@ from .estimators import options_of
 from .fieldtypes import INHERITED, own_kinds, read, step_numbers, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
+from .layout_rules import check_budget, check_layout, has_router_loss
 from .objective_fields import ObjectiveFields, option
 from .registry import ADVANTAGE_ESTIMATORS, FOR_ESTIMATORS, FOR_LOSSES, POLICY_LOSSES, TENSORS
 from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
@@ -220,14 +221,16 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         self._check_skip()
         check_generation(self)
         spec = self.loss_spec()
-        check_still_rows(self, spec)
+        check_still_rows(self, spec, auxiliary=has_router_loss(self))
+        check_reference(self, spec)
         try:
             super().__post_init__()
         except ValueError as error:
             raise uneven_groups(self) or error from None
         self._check_skip()
         check_windows(self, spec)
-        check_budget(self)
+        check_budget(self, auxiliary=has_router_loss(self))
+        check_layout(self)
         check_steps(self, spec)
         if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:
             raise LossPlusError(

@@ -10,6 +10,7 @@ from .config import GRPOPlusConfig
 from .functional.kl import canonical_kl
 from .ppo_config import PPOPlusConfig
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from .trainers.correct import reader_of_sampler
 
 # Warning: its sentence. When it is given stands in `_given`; braces hold fields of the spec and the configuration.
 WARNINGS = """
@@ -22,6 +23,8 @@ loss_0: Loss 0 is expected (or near 0, where long rows weigh more): at ratio 1 t
 policy_0: The policy term (loss/policy) is expected to be near 0: at ratio 1 it is minus the mean advantage, and advantages are
     centred on 0. It does not tell whether the policy learns: watch the gradient and the reward.
 value_clip: On-policy the values are the rollout's (up to rounding), so cliprange_value cannot act and value/clip_ratio is 0.
+no_sampler: {sampler_reader} reads the sampler's log-probs, which the trainer's own generation does not keep: set use_vllm=True, or give the
+    trainer a rollout_func that returns them as logprobs.
 windows: Optimizer steps and rollouts do not line up, so a step is normalized by the rollout's mean, not by its own tokens: set
     steps_per_generation ({steps_per_generation}) to a multiple of gradient_accumulation_steps ({gradient_accumulation_steps}).
 idle_mask: On-policy the off-policy mask cannot act: raise num_iterations, or remove off_policy_mask_threshold.
@@ -105,6 +108,7 @@ class Facts:
         around_one = bool(bounds) and (self.spec.is_ratio_min or 0.0) <= 1 <= (self.spec.is_ratio_max or math.inf)
         acts = {"tis": not around_one, "mis": not around_one, "vespo": self.weighted}  # at ratio 1 too
         self.idles = self.policy.name in IDLE_AT_ONE and not acts.get(self.policy.name, False)
+        self.sampler_reader = reader_of_sampler(config, self.spec)
         self.masks = self.spec.off_policy_mask_threshold is not None
         self.ratio_max = 5.0 if self.spec.epsilon_high is None else self.spec.epsilon_high  # CISPO's
 
@@ -114,7 +118,13 @@ def warnings(facts: Facts) -> list[str]:
     spec, config = facts.spec, facts.config
     given = _given(facts) | _given_with_critic(facts)
     idle = IDLE_AT_ONE.get(facts.policy.name)
-    fields = {**vars(config), **vars(spec), "idle": idle, "discounted": spec.gamma ** (config.max_completion_length or 0)}
+    fields = {
+        **vars(config),
+        **vars(spec),
+        "idle": idle,
+        "sampler_reader": facts.sampler_reader,
+        "discounted": spec.gamma ** (config.max_completion_length or 0),
+    }
     return [text.format_map(fields) for name, text in TEXTS.items() if given[name]]
 
 
@@ -135,6 +145,7 @@ def _given(facts: Facts) -> dict[str, bool]:
         "idle_region": on_policy and facts.idles,
         "loss_0": term_0 and facts.ppo is None,
         "policy_0": term_0 and facts.ppo is not None,
+        "no_sampler": facts.sampler_reader is not None and not config.use_vllm,
         "windows": not config.windows_are_exact,
         "idle_mask": facts.masks and on_policy and not config.use_vllm,
         "clip_max": spec.clip_objective == "max",

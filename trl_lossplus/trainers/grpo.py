@@ -91,7 +91,7 @@ class GRPOPlusTrainer(Resumes):
         kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)
-        with lora_sync(args, model, kwargs.get("peft_config"), needs_reference) as follows:
+        with lora_sync(args, model, kwargs.get("peft_config"), self.spec) as follows:
             super().__init__(
                 model=model,
                 reward_funcs=check_rewards(reward_funcs, args.reward_weights, self.beside.book),
