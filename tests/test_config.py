@@ -489,6 +489,12 @@ CONFLICTS = [
             ("shared_prefix", {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}, "no rows that share a prompt"),
         )
     ),
+    # types that a field does not take
+    *(({"snapshot_steps": value}, [f"snapshot_steps={value!r}", "a list of whole numbers >= 0, or None"])
+      for value in (5, "5", {"a": 1}, [1, "x"], [True], [[1]])),
+    *(({"snapshot_dir": value}, [f"snapshot_dir={value!r}", "a path or a name, or None"]) for value in (5, ["x"], "")),
+    *(({name: value}, [f"{name}={value!r} is not known", "Allowed: "])
+      for name in ("snapshot_on", "kl_estimator", "rollout_rs", "loss_type") for value in (5, {"a": 1})),
     ({"sync_ref_model": True}, ["sync_ref_model=True", "there is no KL", "Set beta > 0"]),
     ({"skip_still_rows": True, "entropy_coef": 0.1}, ["skip_still_rows=True", "the entropy bonus acts on every row"]),
     *(({"compact_generation": True, name: value}, ["compact_generation=True", word, "Set it to False"])

@@ -18,7 +18,7 @@ from .config_checks import (
     uneven_groups,
 )
 from .estimators import options_of
-from .fieldtypes import INHERITED, own_kinds, read, step_numbers, words
+from .fieldtypes import INHERITED, own_kinds, read, read_path, step_numbers, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
 from .layout_rules import check_budget, check_layout, has_router_loss
@@ -207,7 +207,7 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
 
     def __post_init__(self) -> None:
         self._read_types()
-        if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
+        if self.loss_type is not None and self.loss_type not in tuple(TRL_LOSS_TYPES):
             raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
         choices: dict[str, tuple[Any, ...]] = {**TRL_CHOICES, **OUR_CHOICES}
         for name, allowed in choices.items():
@@ -218,6 +218,7 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
                 raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= {least}.")
         self.snapshot_steps = step_numbers("snapshot_steps", self.snapshot_steps)
         self.snapshot_on = words("snapshot_on", self.snapshot_on, ("nonfinite", "finding"))
+        self.snapshot_dir = read_path("snapshot_dir", self.snapshot_dir)
         self._check_skip()
         check_generation(self)
         spec = self.loss_spec()

@@ -27,7 +27,7 @@ from ..config_checks import check_reference
 from ..functional.errors import LossPlusError
 from ..spec import LossSpec
 from .files import read_tensors
-from .sharded import modified, whole, write
+from .sharded import modified, restore, whole
 
 logger = logging.getLogger(__name__)
 
@@ -118,4 +118,4 @@ class ReferenceAdapter(TrainerCallback):
             return
         saved = read_tensors(path)
         for name, parameter, _ in pairs(self.model):
-            write(parameter, saved[name])
+            restore(parameter, saved, name, path)
