@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,13 +16,14 @@ import torch
 import yaml
 from trl import ModelConfig, TrlParser
 
-from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError
+from trl_lossplus import GRPOPlusConfig, GRPOPlusTrainer, LossPlusError, PPOPlusConfig
 from trl_lossplus.toy import TOY_TRAINING
 
 from .data import GYM, DataSource
 from .rewards import names as reward_names
 
 TOY = "toy"
+PPO_FIELDS = {item.name for item in fields(PPOPlusConfig)}
 
 
 def _nothing(trainer: Any) -> str:
@@ -140,9 +141,11 @@ class RecipeParser(TrlParser):
         raise LossPlusError(message)
 
     def refuse_unknown(self, names: Sequence[str], where: str) -> None:
-        """Raises LossPlusError for a name that is no argument, with the nearest that is."""
+        """Raises LossPlusError for a name that is no argument, with the nearest that is, or the recipe that has it."""
         known = {action.dest for action in self._actions}
         for name in names:
+            if name in PPO_FIELDS - known:
+                raise LossPlusError(f"{where}: {name} is a field of PPO alone, which has a critic. Take recipes/ppo.py.")
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f" Did you mean {close[0]!r}?" if close else " See --help for all."

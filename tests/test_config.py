@@ -300,10 +300,40 @@ def test_ppo_defaults():
     assert make_ppo(advantage_normalization="none").loss_spec().advantage_normalization == "none"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"microbatch_layout": "auto", "router_aux_loss_coef": 0.1},
+        {"microbatch_layout": "packed", "router_aux_loss_coef": 0.0},
+        {"microbatch_layout": "packed", "model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
+        {"microbatch_layout": "shared_prefix", "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "float32"}},
+        {"sync_ref_model": True, "kl_placement": "reward", "kl_reward_coef": 0.1},
+        {"skip_still_rows": True, "router_aux_loss_coef": 0.0},
+    ],
+    ids=str,
+)
+def test_what_the_model_may_allow_is_allowed(fields):
+    assert make(**fields).loss_spec()
+
+
+def test_rec_without_a_clip_reads_a_ratio_for_its_weight():
+    """rec_clip none: the level of the ratio is read by an importance weight, and by a KL that is multiplied by the ratio."""
+    none = {"policy_loss": "rec", "rec_clip": "none", "importance_sampling_level": "sequence"}
+    assert make(**none, rec_weight="importance").loss_spec().sequence_level
+    assert make(**none, beta=0.1).loss_spec().sequence_level
+    assert make(policy_loss="rec", rec_clip="none", epsilon=0.2).loss_spec().epsilon == 0.2  # its default: not set
+
+
 # Conflicts: fields, and what the message must name: the field, its value, what to do.
 SPLIT = {"gradient_accumulation_steps": 2, "steps_per_generation": 3}
 CONFLICTS = [
     ({"policy_loss": "rec", "rec_ring_low": 0.5}, ["rec_ring_low=0.5", "rec_clip='one_side'", "nothing reads it", "Set rec_clip='ring'"]),
+    ({"policy_loss": "rec", "rec_clip": "ring", "epsilon": 0.7}, ["rec_ring_low=0.6", "epsilon=0.7", "it must be > epsilon"]),
+    *(
+        ({"policy_loss": "rec", "rec_clip": "none", name: 0.3}, [f"{name}=0.3 with rec_clip='none'", "nothing reads it", "Set rec_clip to one of one_side, two_side, ring, or remove it"])
+        for name in ("epsilon", "epsilon_high")
+    ),
+    ({"policy_loss": "rec", "rec_clip": "none", "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence' with rec_clip='none' and rec_weight='none'", "nothing reads it", "or rec_weight='importance', or remove it"]),
     # a KL coefficient that nothing reads, KL in two places (C7)
     ({"kl_reward_coef": 0.1}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='reward'"]),
     ({"kl_reward_coef": 0.1, "beta": 0.2}, ["kl_reward_coef=0.1", "nothing reads it", "kl_placement='both'"]),
@@ -448,6 +478,25 @@ CONFLICTS = [
     *(({"snapshot_steps": wrong}, [f"snapshot_steps={wrong!r}", "a list of whole numbers >= 0, or None"])
       for wrong in ("abc", 3, [1.5], [True], [-1], ["a"])),
     ({"skip_still_rows": True, "beta": 0.1}, ["skip_still_rows=True would change the gradient", "the kl term acts", "Set it to False"]),
+    # what a router's coefficient, the attention or the reference rule out whatever the model
+    ({"skip_still_rows": True, "router_aux_loss_coef": 0.1}, ["skip_still_rows=True", "the auxiliary loss of the router acts"]),
+    ({"max_tokens_per_microbatch": 99, "router_aux_loss_coef": 0.1}, ["max_tokens_per_microbatch=99", "router", "Leave it unset"]),
+    *(
+        ({"microbatch_layout": layout, **more}, [f"microbatch_layout={layout!r} is not exact here", word, "Take padded, or auto"])
+        for layout, more, word in (
+            ("packed", {"router_aux_loss_coef": 0.1}, "the router's auxiliary loss"),
+            ("shared_prefix", {"router_aux_loss_coef": 0.1}, "the router's auxiliary loss"),
+            ("packed", {"model_init_kwargs": {"attn_implementation": "eager"}}, "attn_implementation is 'eager'"),
+            ("shared_prefix", {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}, "no rows that share a prompt"),
+        )
+    ),
+    # types that a field does not take
+    *(({"snapshot_steps": value}, [f"snapshot_steps={value!r}", "a list of whole numbers >= 0, or None"])
+      for value in (5, "5", {"a": 1}, [1, "x"], [True], [[1]])),
+    *(({"snapshot_dir": value}, [f"snapshot_dir={value!r}", "a path or a name, or None"]) for value in (5, ["x"], "")),
+    *(({name: value}, [f"{name}={value!r} is not known", "Allowed: "])
+      for name in ("snapshot_on", "kl_estimator", "rollout_rs", "loss_type") for value in (5, {"a": 1})),
+    ({"sync_ref_model": True}, ["sync_ref_model=True", "there is no KL", "Set beta > 0"]),
     ({"skip_still_rows": True, "entropy_coef": 0.1}, ["skip_still_rows=True", "the entropy bonus acts on every row"]),
     *(({"compact_generation": True, name: value}, ["compact_generation=True", word, "Set it to False"])
       for name, value, word in (("use_vllm", True, "vLLM"), ("generation_kwargs", {"num_beams": 2}, "num_beams"))),

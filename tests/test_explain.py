@@ -201,7 +201,9 @@ LINES = [
      "  one ratio a token; trained on where the ratio is in [0.8, 1.2], or A > 0 and it is at most 0.4, or A < 0 and it is at least 3; rec_clip ring; rec_ring_high 2; rec_ring_low 0.6; "
      "rec_weight importance; source: REC and RED-Weight, arXiv 2509.24203"),
     ({"policy_loss": "rec", "rec_clip": "none", "rec_weight": "advantage"}, "The loss",
-     "  one ratio a token; rec_clip none; rec_temperature 1; rec_weight advantage; source: REC and RED-Weight, arXiv 2509.24203"),
+     "  rec_clip none; rec_temperature 1; rec_weight advantage; source: REC and RED-Weight, arXiv 2509.24203"),
+    ({"policy_loss": "rec", "rec_clip": "none", "rec_weight": "importance"}, "The loss",
+     "  one ratio a token; rec_clip none; rec_weight importance; source: REC and RED-Weight, arXiv 2509.24203"),
     ({"policy_loss": "sppo", "epsilon": 0.25}, "The loss",
      "  trained on where the ratio is in [0.8, 1.25]; source: sPPO, arXiv 2108.05828"),
     ({"policy_loss": "m2po"}, "The loss", "  m2_threshold 0.04; source: M2PO, arXiv 2510.01161"),
@@ -494,9 +496,19 @@ def test_b4_and_l1():
 CISPO, SEQUENCE, DR = {"policy_loss": "cispo"}, {"importance_sampling_level": "sequence"}, {"loss_type": "dr_grpo"}
 WARNINGS = {
     "on_policy": ({**CISPO}, {**CISPO, "num_iterations": 2}, "clipping cannot act"),
+    "idle_region": (
+        {"policy_loss": "m2po"},
+        {"policy_loss": "m2po", "num_iterations": 2},
+        "so m2_threshold cannot act and the gradient is -A a token",
+    ),
     "loss_0": ({"advantage_estimator": "rloo"}, {"loss_type": "cispo"}, "Loss 0 is expected"),
     "policy_0": (PPO, {**PPO, "num_iterations": 2}, "The policy term (loss/policy) is expected to be near 0"),
     "value_clip": (PPO, {**PPO, "cliprange_value": 0}, "cliprange_value cannot act and value/clip_ratio is 0."),
+    "no_sampler": (
+        {"policy_loss": "rollout_ppo"},
+        {"policy_loss": "rollout_ppo", "use_vllm": True},
+        "policy_loss='rollout_ppo' reads the sampler's log-probs, which the trainer's own generation does not keep: set use_vllm=True",
+    ),
     "windows": (
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
         {"gradient_accumulation_steps": 3, "steps_per_generation": 3},
@@ -791,6 +803,23 @@ def test_misspelt_keys_of_a_file(tmp_path, capsys):
         (["report"], "the following arguments are required: run."),
         (["doctor", "a", "b"], "unrecognized arguments: b."),
         (["replay"], "the following arguments are required: snapshot."),
+        (
+            ["explain", "--skip_still_rows", "true", "--beta", "0.1"],
+            "skip_still_rows=True would change the gradient: the kl term acts",
+        ),
+        (
+            ["explain", "--compact_generation", "true", "--use_vllm", "true"],
+            "compact_generation=True: completions come from vLLM",
+        ),
+        (
+            ["explain", "--microbatch_layout", "packed", "--model_init_kwargs", '{"attn_implementation": "eager"}'],
+            "microbatch_layout='packed' is not exact here: attn_implementation is 'eager'",
+        ),
+        (
+            ["explain", "--microbatch_layout", "shared_prefix", "--router_aux_loss_coef", "0.01"],
+            "microbatch_layout='shared_prefix' is not exact here: the router's auxiliary loss",
+        ),
+        (["explain", "--trainer", "ppo", "--sync_ref_model", "true"], "sync_ref_model=True: there is no KL, so no reference."),
         (["explain", "--num_generations", "1"], "GRPO requires at least 2 generations per prompt"),
     ],
 )

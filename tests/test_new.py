@@ -118,6 +118,29 @@ def test_the_command_says_what_it_wrote(tmp_path, monkeypatch, capsys):
     assert second.startswith("next: cd fresh && pytest test_rewards.py && accelerate launch")
 
 
+@pytest.mark.parametrize("name", ["bad name!", "it's; touch oops", "$HOME & co", "deep er/a b"])
+def test_the_command_that_is_printed_goes_there(name, tmp_path, monkeypatch, capsys):
+    """Pasted into a shell it changes into the folder, whatever its name; the scripts in it, which hold the name, are Python."""
+    monkeypatch.chdir(tmp_path)
+    assert cli(["new", name]) == 0
+    change = capsys.readouterr().out.splitlines()[1].removeprefix("next: ").partition(" && pytest ")[0]
+    done = subprocess.run(["sh", "-c", f"{change} && pwd"], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip("\n") == str(tmp_path / name)
+    for file in (tmp_path / name).glob("*.py"):
+        compile(file.read_text(), file.name, "exec")
+    assert not (tmp_path / "oops").exists()
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\tb"])
+def test_a_name_that_would_break_the_scripts_is_refused(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli(["new", name]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {name!r}: the project's name stands in its scripts, so it may hold no double quote, backslash or unprintable character.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_templates_are_packaged():
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["trl_lossplus"]
     found = {path for pattern in packaged for path in (ROOT / "trl_lossplus").glob(pattern)}

@@ -8,9 +8,9 @@ from typing import Any, cast
 from trl import GRPOConfig
 
 from .config_checks import (
-    check_budget,
     check_correction,
     check_generation,
+    check_reference,
     check_steps,
     check_still_rows,
     check_windows,
@@ -18,9 +18,10 @@ from .config_checks import (
     uneven_groups,
 )
 from .estimators import options_of
-from .fieldtypes import INHERITED, own_kinds, read, step_numbers, words
+from .fieldtypes import INHERITED, own_kinds, read, read_path, step_numbers, words
 from .functional.correction import CORRECTION_MODES
 from .functional.errors import LossPlusError, unknown_name
+from .layout_rules import check_budget, check_layout, has_router_loss
 from .objective_fields import ObjectiveFields, option
 from .registry import ADVANTAGE_ESTIMATORS, FOR_ESTIMATORS, FOR_LOSSES, POLICY_LOSSES, TENSORS
 from .resolve import TRL_LOSS_TYPES, resolve_advantages, resolve_kl, resolve_policy, unread_settings
@@ -211,7 +212,7 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
 
     def __post_init__(self) -> None:
         self._read_types()
-        if self.loss_type is not None and self.loss_type not in TRL_LOSS_TYPES:
+        if self.loss_type is not None and self.loss_type not in tuple(TRL_LOSS_TYPES):
             raise unknown_name("loss_type", self.loss_type, TRL_LOSS_TYPES)
         choices: dict[str, tuple[Any, ...]] = {**TRL_CHOICES, **OUR_CHOICES}
         for name, allowed in choices.items():
@@ -222,17 +223,20 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
                 raise LossPlusError(f"{name}={getattr(self, name)} is out of range: it must be >= {least}.")
         self.snapshot_steps = step_numbers("snapshot_steps", self.snapshot_steps)
         self.snapshot_on = words("snapshot_on", self.snapshot_on, ("nonfinite", "finding"))
+        self.snapshot_dir = read_path("snapshot_dir", self.snapshot_dir)
         self._check_skip()
         check_generation(self)
         spec = self.loss_spec()
-        check_still_rows(self, spec)
+        check_still_rows(self, spec, auxiliary=has_router_loss(self))
+        check_reference(self, spec)
         try:
             super().__post_init__()
         except ValueError as error:
             raise uneven_groups(self) or error from None
         self._check_skip()
         check_windows(self, spec)
-        check_budget(self)
+        check_budget(self, auxiliary=has_router_loss(self))
+        check_layout(self)
         check_steps(self, spec)
         if spec.kl_controller == "adaptive" and 0.2 * cast(int, self.generation_batch_size) >= spec.kl_horizon:
             raise LossPlusError(
@@ -275,12 +279,16 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         unread = unread_settings(self, spec)
         if unread:
             name, value = next(iter(unread.items()))
+            if name in entry.options:
+                raise spec.unread(name)
             raise LossPlusError(
                 f"{name}={value!r}: nothing reads it with policy_loss {spec.policy_loss!r}. Remove it, or take an objective that does. "
                 f"Read: {', '.join(sorted(entry.options)) or 'nothing'}."
             )
-        levels = not entry.options or "importance_sampling_level" in entry.options or "sequence_level" in entry.traits
+        levels = not entry.options or "importance_sampling_level" in spec.policy_options or "sequence_level" in entry.traits
         if spec.importance_sampling_level == "sequence" and not levels and not (spec.kl_in_loss and spec.use_bias_correction_kl):
+            if "importance_sampling_level" in entry.options:
+                raise spec.unread("importance_sampling_level")
             raise LossPlusError(
                 f"importance_sampling_level='sequence': policy_loss {spec.policy_loss!r} does not read it. Remove it, or take ppo_clip, "
                 "cispo or sapo, which have a sequence-level ratio."

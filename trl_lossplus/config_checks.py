@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from transformers.training_args import OptimizerNames
-
 from .functional.errors import LossPlusError
 from .registry import POLICY_LOSSES
 from .spec import LossSpec
@@ -86,22 +84,6 @@ def check_windows(args: GRPOPlusConfig, spec: LossSpec) -> None:
             )
 
 
-def check_budget(args: GRPOPlusConfig) -> None:
-    """A budget of tokens that is none, or beside what is taken over a whole micro-batch. Raises LossPlusError."""
-    budget = args.max_tokens_per_microbatch
-    if budget is None:
-        return
-    reason = None
-    if budget < 1:
-        reason = "it must be >= 1, or None"
-    elif args.top_entropy_quantile < 1.0:
-        reason = f"top_entropy_quantile={args.top_entropy_quantile:g} is taken over a whole micro-batch. Remove one"
-    elif args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
-        reason = f"optim={OptimizerNames(args.optim).value!r} updates the weights in each backward pass. Remove one"
-    if reason is not None:
-        raise LossPlusError(f"max_tokens_per_microbatch={budget}: {reason}.")
-
-
 def check_still_rows(args: GRPOPlusConfig, spec: LossSpec, *, auxiliary: bool = False) -> None:
     """Rows left out that move the weights; `auxiliary`: whether a router's loss is part of it. Raises LossPlusError."""
     if not args.skip_still_rows:
@@ -133,6 +115,12 @@ def check_generation(args: GRPOPlusConfig) -> None:
     reason = next((reason for holds, reason in reasons if holds), None)
     if reason is not None:
         raise LossPlusError(f"compact_generation=True: {reason}. Set it to False.")
+
+
+def check_reference(args: GRPOPlusConfig, spec: LossSpec) -> None:
+    """A reference that is to follow the policy where there is none. Raises LossPlusError."""
+    if args.sync_ref_model and not (spec.kl_in_loss or spec.kl_in_reward):
+        raise LossPlusError("sync_ref_model=True: there is no KL, so no reference. Set beta > 0, or a kl_placement.")
 
 
 def uneven_groups(args: GRPOPlusConfig) -> LossPlusError | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from .explain_warnings import Facts
 from .resolve import PLAIN_FIELDS
-from .spec import REC_NEEDS
 
 
 def interval(low: float | None, high: float | None) -> str:
@@ -17,7 +16,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 def policy_numbers(facts: Facts) -> Iterator[str]:
     """The objective's ratio, its clip, and the other settings that it reads, one after the other."""
-    spec, options = facts.spec, facts.policy.options
+    spec, options = facts.spec, facts.options
     if facts.by_row:
         yield "one ratio a row, exp of its mean log ratio"
     elif "importance_sampling_level" in options:
@@ -28,13 +27,12 @@ def policy_numbers(facts: Facts) -> Iterator[str]:
     if spec.clip_ratio_c is not None:
         yield f"for A < 0 at most {spec.clip_ratio_c:g} |A| (dual clip)"
     own = [name for name in options if name.startswith(("sapo_", "vespo_")) or name in PLAIN_FIELDS]
-    idle = {name for name, chooser, needed in REC_NEEDS if getattr(spec, chooser) != needed}
-    yield from (f"{name} {_text(getattr(spec, name))}" for name in sorted(set(own) - idle))
+    yield from (f"{name} {_text(getattr(spec, name))}" for name in sorted(own))
 
 
 def _clip(facts: Facts) -> Iterator[str]:
     """What the clip range is the range of."""
-    spec, options, name = facts.spec, facts.policy.options, facts.spec.policy_loss
+    spec, options, name = facts.spec, facts.options, facts.spec.policy_loss
     inside = interval(1 - spec.epsilon, 1 + spec.clip_high)
     if name == "cispo":
         yield f"ratio clipped to {interval(spec.cispo_ratio_min or 0.0, facts.ratio_max)}"
@@ -51,7 +49,7 @@ def _clip(facts: Facts) -> Iterator[str]:
         yield f"trained on where the ratio is in {inside}{ring if spec.rec_clip == 'ring' else ''}"
     elif "clip_objective" in options:
         yield f"ratio clipped to {inside}, clip_objective {spec.clip_objective}"
-    elif "epsilon" in options and name != "rec":
+    elif "epsilon" in options:
         yield f"ratio clipped to {inside}"
 
 

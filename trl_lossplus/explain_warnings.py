@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,16 +10,21 @@ from .config import GRPOPlusConfig
 from .functional.kl import canonical_kl
 from .ppo_config import PPOPlusConfig
 from .registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from .trainers.correct import reader_of_sampler
 
 # Warning: its sentence. When it is given stands in `_given`; braces hold fields of the spec and the configuration.
 WARNINGS = """
 on_policy: On-policy: the ratio is exactly 1 (with vLLM up to rounding), so clipping cannot act and the clip fractions are 0. For
     clipping to act, raise num_iterations or steps_per_generation until one rollout serves more than one optimizer step.
+idle_region: On-policy: the ratio is exactly 1 (with vLLM up to rounding), so {idle} cannot act and the gradient is -A a token. For
+    it to act, raise num_iterations or steps_per_generation until one rollout serves more than one optimizer step.
 loss_0: Loss 0 is expected (or near 0, where long rows weigh more): at ratio 1 the policy term is minus the mean advantage, and
     advantages are centred on 0. It does not tell whether the policy learns: watch the gradient and the reward.
 policy_0: The policy term (loss/policy) is expected to be near 0: at ratio 1 it is minus the mean advantage, and advantages are
     centred on 0. It does not tell whether the policy learns: watch the gradient and the reward.
 value_clip: On-policy the values are the rollout's (up to rounding), so cliprange_value cannot act and value/clip_ratio is 0.
+no_sampler: {sampler_reader} reads the sampler's log-probs, which the trainer's own generation does not keep: set use_vllm=True, or give the
+    trainer a rollout_func that returns them as logprobs.
 windows: Optimizer steps and rollouts do not line up, so a step is normalized by the rollout's mean, not by its own tokens: set
     steps_per_generation ({steps_per_generation}) to a multiple of gradient_accumulation_steps ({gradient_accumulation_steps}).
 idle_mask: On-policy the off-policy mask cannot act: raise num_iterations, or remove off_policy_mask_threshold.
@@ -60,6 +66,20 @@ TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"^(\w+): (.+
 
 # With a clip range, and yet not -r A: at ratio 1 the term is not minus the advantage.
 WEIGHTS_LOGP = {"dppo_tv", "dppo_kl", "rec", "sppo"}
+# Objectives without a clip range that hold a token back by its ratio in another way, which at ratio 1 changes nothing: what it is.
+IDLE_AT_ONE = {
+    "m2po": "m2_threshold",
+    "ipo": "the trust region (ipo_threshold, ipo_kl_coef)",
+    "dro": "the penalty (dro_beta)",
+    "kl_cov": "the penalty (kl_cov_coef)",
+    "sapo": "the gate (sapo_temperature_pos, sapo_temperature_neg)",
+    "vespo": "the weight phi (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)",
+    "tis": "the bounds (is_ratio_min, is_ratio_max)",
+    "mis": "the bounds (is_ratio_min, is_ratio_max)",
+    "topr": "the taper of topr",
+}
+# Of these, the ones whose term is -r A, so that at ratio 1 it is minus the advantage as under a clip.
+MINUS_ADVANTAGE = {"m2po", "ipo", "kl_cov"}
 
 
 class Facts:
@@ -69,6 +89,7 @@ class Facts:
         self.config, self.spec = config, config.loss_spec()
         self.ppo = config if isinstance(config, PPOPlusConfig) else None
         self.policy = POLICY_LOSSES.get(self.spec.policy_loss)
+        self.options = self.spec.policy_options
         self.estimator = ADVANTAGE_ESTIMATORS.get(self.spec.advantage_estimator)
         self.by_column = "reads_reward_columns" in self.estimator.traits
         self.by_token = "token_level" in self.estimator.traits
@@ -79,8 +100,15 @@ class Facts:
         self.correction = "vLLM correction" if config.use_vllm else "rollout_func correction"
         self.rejects = self.spec.rollout_rs is not None and "rollout_rs" not in self.policy.options
         self.bonus = config.use_adaptive_entropy or self.spec.entropy_coef != 0.0
-        reads_level = "sequence_level" in self.policy.traits or "importance_sampling_level" in self.policy.options
+        reads_level = "sequence_level" in self.policy.traits or "importance_sampling_level" in self.options
         self.by_row = self.spec.policy_loss == "gmpo" or reads_level and self.spec.sequence_level  # one ratio a row
+        # (a ratio against the sampler is not 1 on-policy)
+        self.clips = bool({"epsilon", "epsilon_high"} & self.options) and "rollout_logps" not in self.policy.requires
+        bounds = [bound for bound in (self.spec.is_ratio_min, self.spec.is_ratio_max) if bound is not None]
+        around_one = bool(bounds) and (self.spec.is_ratio_min or 0.0) <= 1 <= (self.spec.is_ratio_max or math.inf)
+        acts = {"tis": not around_one, "mis": not around_one, "vespo": self.weighted}  # at ratio 1 too
+        self.idles = self.policy.name in IDLE_AT_ONE and not acts.get(self.policy.name, False)
+        self.sampler_reader = reader_of_sampler(config, self.spec)
         self.masks = self.spec.off_policy_mask_threshold is not None
         self.ratio_max = 5.0 if self.spec.epsilon_high is None else self.spec.epsilon_high  # CISPO's
 
@@ -89,13 +117,20 @@ def warnings(facts: Facts) -> list[str]:
     """The sentences that hold of a configuration, in the order of `TEXTS`."""
     spec, config = facts.spec, facts.config
     given = _given(facts) | _given_with_critic(facts)
-    fields = {**vars(config), **vars(spec), "discounted": spec.gamma ** (config.max_completion_length or 0)}
+    idle = IDLE_AT_ONE.get(facts.policy.name)
+    fields = {
+        **vars(config),
+        **vars(spec),
+        "idle": idle,
+        "sampler_reader": facts.sampler_reader,
+        "discounted": spec.gamma ** (config.max_completion_length or 0),
+    }
     return [text.format_map(fields) for name, text in TEXTS.items() if given[name]]
 
 
 def _given(facts: Facts) -> dict[str, bool]:
     """Whether each warning holds."""
-    spec, config, options, kl = facts.spec, facts.config, facts.policy.options, facts.kl
+    spec, config, options, kl = facts.spec, facts.config, facts.options, facts.kl
     on_policy, mode = config.is_on_policy, spec.loss_aggregation
     cispo, plain, corrected = spec.policy_loss == "cispo", config.policy_loss is None, spec.use_bias_correction_kl
     centred = (
@@ -103,11 +138,14 @@ def _given(facts: Facts) -> dict[str, bool]:
         and "uncentred" not in facts.estimator.traits
         or spec.advantage_normalization != "none"
     )
-    term_0 = on_policy and "epsilon" in options and spec.policy_loss not in WEIGHTS_LOGP and centred
+    minus_advantage = "epsilon" in options and facts.policy.name not in WEIGHTS_LOGP or facts.policy.name in MINUS_ADVANTAGE
+    term_0 = on_policy and minus_advantage and centred
     return {
-        "on_policy": on_policy and bool({"epsilon", "epsilon_high"} & options) and not (cispo and facts.ratio_max < 1),
+        "on_policy": on_policy and facts.clips and not (cispo and facts.ratio_max < 1),
+        "idle_region": on_policy and facts.idles,
         "loss_0": term_0 and facts.ppo is None,
         "policy_0": term_0 and facts.ppo is not None,
+        "no_sampler": facts.sampler_reader is not None and not config.use_vllm,
         "windows": not config.windows_are_exact,
         "idle_mask": facts.masks and on_policy and not config.use_vllm,
         "clip_max": spec.clip_objective == "max",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
@@ -73,6 +74,20 @@ def read(name: str, value: Any, kind: type, optional: bool, least: float | None 
     return number
 
 
+def read_path(name: str, value: Any) -> str | None:
+    """
+    A field that holds a path, or a name.
+
+    Raises:
+        LossPlusError: it holds something else, or nothing.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise LossPlusError(f"{name}={value!r}: it must be a path or a name, or None.")
+    return str(os.fspath(value))
+
+
 def step_numbers(name: str, value: Any) -> list[int] | None:
     """
     A field that holds a list of optimizer steps.
@@ -101,11 +116,11 @@ def words(name: str, value: Any, allowed: Sequence[str]) -> list[str] | None:
     if value is None:
         return None
     parts = value if isinstance(value, list | tuple) else [value]
-    found = list(dict.fromkeys(word.strip() if isinstance(word, str) else word for part in parts for word in _split(part)))
+    found = [word.strip() if isinstance(word, str) else word for part in parts for word in _split(part)]
     for word in found or [""]:
         if word not in allowed:
             raise unknown_name(name, word, allowed)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _split(part: Any) -> list[Any]:

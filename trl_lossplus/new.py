@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,8 @@ def new_project(folder: str | Path) -> list[Path]:
         The files.
 
     Raises:
-        LossPlusError: the folder is there and holds something, or is a file. OSError: it cannot be written.
+        LossPlusError: the folder is there and holds something, or is a file, or its name would break the scripts. OSError: it cannot be
+            written.
     """
     target = Path(folder)
     name = target.resolve().name
@@ -35,6 +37,10 @@ def new_project(folder: str | Path) -> list[Path]:
         raise LossPlusError(f"{folder} exists and is not empty; nothing was written. Name a folder that is not there yet.")
     if not name:
         raise LossPlusError(f"{folder}: the root of the file system is no project.")
+    if not name.isprintable() or set(name) & set('"\\'):
+        raise LossPlusError(
+            f"{str(folder)!r}: the project's name stands in its scripts, so it may hold no double quote, backslash or unprintable character."
+        )
     texts = {
         item.name.removesuffix(SUFFIX): item.read_text().replace("NAME", name)
         for item in sorted(files(__package__).joinpath("project").iterdir(), key=lambda item: item.name)
@@ -62,6 +68,6 @@ def main(arguments: Sequence[str]) -> int:
     written = new_project(folder)
     print(f"{folder}: {', '.join(path.name for path in written)}")
     print(
-        f"next: cd {folder} && pytest test_rewards.py && accelerate launch --config_file accelerate.yaml train.py --config config.yaml"
+        f"next: cd {shlex.quote(folder)} && pytest test_rewards.py && accelerate launch --config_file accelerate.yaml train.py --config config.yaml"
     )
     return 0

@@ -41,8 +41,12 @@ class ObjectiveFields:
         "advantage) or none (all).",
         "one_side",
     )
-    rec_ring_low: float = option("rec, rec_clip=ring: tokens with A > 0 and a ratio of at most 1 - this stay, in [0, 1].", 0.6)
-    rec_ring_high: float = option("rec, rec_clip=ring: tokens with A < 0 and a ratio of at least 1 + this stay.", 2.0)
+    rec_ring_low: float = option(
+        "rec, rec_clip=ring: tokens with A > 0 and a ratio of at most 1 - this stay; above epsilon, at most 1.", 0.6
+    )
+    rec_ring_high: float = option(
+        "rec, rec_clip=ring: tokens with A < 0 and a ratio of at least 1 + this stay; above epsilon_high.", 2.0
+    )
     rec_weight: str = option(
         "rec: weight of a token. none (1), importance (the ratio) or advantage (exp(A / rec_temperature)).", "none"
     )

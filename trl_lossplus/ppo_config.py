@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.trainer_utils import SchedulerType
 
 from .config import GRPOPlusConfig, option
+from .fieldtypes import read_path
 from .functional.errors import LossPlusError, unknown_name
 from .registry import ADVANTAGE_ESTIMATORS
 from .spec import LossSpec
@@ -68,10 +68,7 @@ class PPOPlusConfig(GRPOPlusConfig):
         self._read_types()
         if self.critic is not None and self.critic not in CRITICS:
             raise unknown_name("critic", self.critic, CRITICS)
-        path = self.critic_model_name_or_path
-        if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
-            raise LossPlusError(f"critic_model_name_or_path={path!r}: it must be a path or a name, or None.")
-        self.critic_model_name_or_path = None if path is None else os.fspath(path)
+        self.critic_model_name_or_path = read_path("critic_model_name_or_path", self.critic_model_name_or_path)
         if self.truncated_completions not in ("terminal", "bootstrap"):
             raise unknown_name("truncated_completions", self.truncated_completions, ("terminal", "bootstrap"))
         if not self.vf_coef > 0:

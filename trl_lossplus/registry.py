@@ -14,6 +14,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from .functional.errors import LossPlusError, unknown_name
@@ -171,6 +172,14 @@ class Registry:
         return Entry(name, func, self.undeclared, (func.__doc__ or "").strip(), name)
 
 
+def import_module(what: str, name: str) -> ModuleType:
+    """A user's module. Raises LossPlusError, which begins with `what`, where it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise LossPlusError(f"{what}: module {name!r} cannot be imported ({type(error).__name__}: {error}).") from error
+
+
 def import_function(kind: str, path: str) -> Callable[..., Any]:
     """
     The function at `package.module:function`.
@@ -179,12 +188,7 @@ def import_function(kind: str, path: str) -> Callable[..., Any]:
         LossPlusError: the module cannot be imported, or has no such function; `kind` names the field.
     """
     module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does when it is imported
-        raise LossPlusError(
-            f"{kind}={path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error})."
-        ) from error
+    module = import_module(f"{kind}={path!r}", module_name)
     func = getattr(module, function_name, None)
     if not callable(func):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

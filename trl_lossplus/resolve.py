@@ -174,7 +174,7 @@ def unread_settings(args: GRPOPlusConfig, spec: LossSpec) -> dict[str, Any]:
     entry = POLICY_LOSSES.get(spec.policy_loss)
     defaults = {item.name: item.default for item in fields(type(args))}
     changed = {name: getattr(args, name) for name in OBJECTIVE_FIELDS if getattr(args, name) != defaults[name]}
-    reads = set(entry.options)
+    reads = set(spec.policy_options)
     if args.policy_loss is None and entry.name == "cispo" and args.epsilon_high is None:
         reads.add("epsilon")
     knows = bool(entry.options) or "no_options" in entry.traits  # a user's function may read what it does not declare

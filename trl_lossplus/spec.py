@@ -61,11 +61,17 @@ POSITIVE = (
     "fipo_decay_rate", "fipo_safety_threshold", "real_tau", "f_norm",
 )  # fmt: skip
 
-REC_NEEDS = (
-    ("rec_ring_low", "rec_clip", "ring"),
-    ("rec_ring_high", "rec_clip", "ring"),
-    ("rec_temperature", "rec_weight", "advantage"),
-)
+REC_CLIPS = ("one_side", "two_side", "ring")
+# Options of rec that it reads under some of its settings only: {option: {setting: its values under which it does}}; one is enough.
+REC_READS: dict[str, dict[str, tuple[str, ...]]] = {
+    "rec_ring_low": {"rec_clip": ("ring",)},
+    "rec_ring_high": {"rec_clip": ("ring",)},
+    "rec_temperature": {"rec_weight": ("advantage",)},
+    "epsilon": {"rec_clip": REC_CLIPS},
+    "epsilon_high": {"rec_clip": REC_CLIPS},
+    "importance_sampling_level": {"rec_clip": REC_CLIPS, "rec_weight": ("importance",)},
+    "log_ratio_clamp": {"rec_clip": REC_CLIPS, "rec_weight": ("importance",)},
+}
 
 
 @dataclass(frozen=True)
@@ -235,16 +241,51 @@ class LossSpec:
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and not least < most:
                 raise LossPlusError(f"{low}={least} is out of range: it must be < {high}, {most}.")
-        for name, chooser, needed in REC_NEEDS:
-            default, value = type(self).__dataclass_fields__[name].default, getattr(self, name)
-            if self.policy_loss == "rec" and value != default and getattr(self, chooser) != needed:
-                raise LossPlusError(
-                    f"{name}={value} with {chooser}={getattr(self, chooser)!r}: nothing reads it. Set {chooser}={needed!r}, or remove it."
-                )
+        self._check_rec()
         if self.rollout_rs is not None:
             parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
         elif self.rollout_rs_threshold is not None:
             raise LossPlusError(f"rollout_rs_threshold={self.rollout_rs_threshold!r}: nothing reads it. Set rollout_rs.")
+
+    def _check_rec(self) -> None:
+        """Options of rec that its own settings leave unread, and a ring that leaves no gap to the clip range."""
+        if POLICY_LOSSES.get(self.policy_loss).name != "rec":
+            return
+        for name in (name for name in REC_READS if name.startswith("rec_")):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default and name not in self.policy_options:
+                raise self.unread(name)
+        for name, edge, value in (
+            ("rec_ring_low", "epsilon", self.epsilon),
+            ("rec_ring_high", "epsilon" if self.epsilon_high is None else "epsilon_high", self.clip_high),
+        ):
+            if self.rec_clip == "ring" and not getattr(self, name) > value:
+                raise LossPlusError(
+                    f"{name}={getattr(self, name)} with {edge}={value} and rec_clip='ring': it must be > {edge}, or the ring overlaps the "
+                    "clip range and no token between them leaves the loss, as with rec_clip='one_side'."
+                )
+
+    def unread(self, name: str) -> LossPlusError:
+        """The error for an option of the objective that it does not read under its other settings (see `policy_options`)."""
+        ways = REC_READS[name].items()
+        has = " and ".join(f"{setting}={getattr(self, setting)!r}" for setting, _ in ways)
+        needs = [
+            f"{setting}={values[0]!r}" if len(values) == 1 else f"{setting} to one of {', '.join(values)}"
+            for setting, values in ways
+        ]
+        return LossPlusError(
+            f"{name}={getattr(self, name)!r} with {has}: nothing reads it. Set {' or '.join(needs)}, or remove it."
+        )
+
+    @property
+    def policy_options(self) -> frozenset[str]:
+        """The options of the objective that it reads under its other settings."""
+        entry = POLICY_LOSSES.get(self.policy_loss)
+        ways = REC_READS if entry.name == "rec" else {}
+        return frozenset(
+            name
+            for name in entry.options
+            if name not in ways or any(getattr(self, setting) in values for setting, values in ways[name].items())
+        )
 
     @property
     def clip_high(self) -> float:

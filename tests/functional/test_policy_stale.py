@@ -1,6 +1,7 @@
 """Objectives for stale data by hand: which tokens REC, sPPO and M2PO keep, and what they are in terms of the others."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,6 +65,48 @@ def test_rec_in_terms_of_the_others(options, same):
     ours, right = run(batch, LossSpec(policy_loss="rec", **options))[1], run(batch, LossSpec(**same))[1]
     assert right.abs().sum() > 0.1
     assert difference(ours, right) < 1e-5
+
+
+REC_OTHERS = {
+    "epsilon": 0.4, "epsilon_high": 0.05, "importance_sampling_level": "sequence", "log_ratio_clamp": 0.01, "rec_ring_low": 0.3,
+    "rec_ring_high": 0.3, "rec_temperature": 3.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", ["none", "importance", "advantage"])
+@pytest.mark.parametrize("clip", ["none", "one_side", "two_side", "ring"])
+def test_what_rec_reads(clip, weight):
+    """A setting is among `policy_options` where another value of it moves the gradient, and only there; a spec refuses its own."""
+    batch = tensors(2, spread=1.0)
+    spec = LossSpec(policy_loss="rec", rec_clip=clip, rec_weight=weight, epsilon=0.2)
+    before = run(batch, spec)[1]
+    for name, value in REC_OTHERS.items():
+        if name not in spec.policy_options and name.startswith("rec_"):
+            with pytest.raises(LossPlusError, match=f"{name}={value} with .*: nothing reads it. Set "):
+                replace(spec, **{name: value})
+            continue
+        moved = difference(run(batch, replace(spec, **{name: value}))[1], before) > 1e-4
+        assert moved == (name in spec.policy_options), name
+
+
+def test_a_ring_that_touches_is_no_ring():
+    """With ring bounds at the clip range every token stays that one_side keeps (A is not 0): refused; just beyond it: allowed."""
+    ratios = torch.tensor([[0.3, 0.7, 0.8, 0.95, 1.0, 1.1, 1.5, 1.7, 3.0]])
+    for low, high in ((0.25, 0.5), (0.1, 0.2)):
+        options = {"epsilon_low": 0.25, "epsilon_high": 0.5, "ring_low": low, "ring_high": high}
+        for a in (PLUS, MINUS):
+            ring = stale.rec_keep(ratios, a, clip="ring", **options)
+            assert ring.tolist() == stale.rec_keep(ratios, a, clip="one_side", **options).tolist()
+        with pytest.raises(
+            LossPlusError, match=f"rec_ring_low={low} with epsilon=0.25 and rec_clip='ring': it must be > epsilon"
+        ):
+            LossSpec(policy_loss="rec", rec_clip="ring", epsilon=0.25, epsilon_high=0.5, rec_ring_low=low)
+        with pytest.raises(LossPlusError, match=f"rec_ring_high={high} with epsilon_high=0.5 and rec_clip='ring': it must be >"):
+            LossSpec(policy_loss="rec", rec_clip="ring", epsilon=0.25, epsilon_high=0.5, rec_ring_high=high)
+    LossSpec(policy_loss="rec", rec_clip="ring", epsilon=0.25, epsilon_high=0.5, rec_ring_low=0.26, rec_ring_high=0.51)
+    with pytest.raises(LossPlusError, match=r"rec_ring_low=0.6 with epsilon=0.7 and rec_clip='ring'"):
+        LossSpec(policy_loss="rec", rec_clip="ring", epsilon=0.7)
+    LossSpec(policy_loss="rec", rec_clip="two_side", epsilon=0.7)
 
 
 def test_rec_with_a_ratio_a_row():

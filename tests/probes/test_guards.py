@@ -1,5 +1,6 @@
 """Guards: the first value that is not finite is named, the step is not taken, on every process alike."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -101,7 +102,7 @@ def poisoned(toy, out, where, **fields):
 def test_g2_raise_stops_before_the_optimizer_step(toy, tmp_path):
     """G2: NaN at step 2 (of 2 micro-batches a step): an error with step, rank, tensor, row and texts; the weights are step 1's."""
     run = poisoned(toy, tmp_path, {3}, gradient_accumulation_steps=2, per_device_train_batch_size=4)
-    with pytest.raises(NonFiniteError, match=r"step 1: advantages is nan on rank 0, micro-batch 1, row 1, token 0") as error:
+    with pytest.raises(NonFiniteError, match=r"step 2: advantages is nan on rank 0, micro-batch 1, row 1, token 0") as error:
         run.train()
     assert "Prompt '" in str(error.value)
     assert "completion '" in str(error.value)
@@ -116,9 +117,15 @@ def test_a_run_that_is_stopped_says_so_in_its_log(toy, tmp_path):
     folder, where the doctor reads it, until the run is begun again.
     """
     doctor = LossDoctorCallback()
-    run = poisoned(toy, tmp_path, {2}, callbacks=[doctor])
-    with pytest.raises(NonFiniteError):
+    run = poisoned(toy, tmp_path, {2}, callbacks=[doctor], snapshot_on=["finding", "nonfinite"])
+    with pytest.raises(NonFiniteError, match="step 3: advantages is nan"):
         run.train()
+    assert [entry["step"] for entry in run.state.log_history] == [1, 2, 3]
+    assert "at step 3" in doctor.findings[0].seen.text
+    assert json.loads((tmp_path / "stopped.json").read_text())["step"] == 3
+    kept = {folder.name for folder in (tmp_path / "snapshots").iterdir()}  # these count from 0
+    assert kept == {"step-00000002-finding", "step-00000002-nonfinite"}
+    assert run.state.global_step == 2, "steps that were taken"
     assert logged(run, "nonfinite/advantages") == [0.0, 0.0, 1.0]  # one advantage a row
     assert logged(run, "nonfinite/logps") == [0.0, 0.0, 0.0]
     assert logged(run, "nonfinite/loss") == [0.0, 0.0, 1.0]
@@ -136,7 +143,7 @@ def test_a_run_that_is_stopped_says_so_in_its_log(toy, tmp_path):
 def test_a_gradient_that_is_not_finite_is_named_by_the_doctor(toy, tmp_path):
     run = trainer(toy, tmp_path, reward=letter_reward, rollout=fixed_rollout)
     with pytest.raises(NonFiniteError):
-        run.guard.refuse_gradient(INF, False, 0, True)
+        run.guard.refuse_gradient(INF, False, 1, True)
     (finding,) = diagnose(read_run(tmp_path))
     assert finding.rule.id == "nan_logged"
     assert "the norm of the gradient is inf" in finding.seen.text
@@ -187,8 +194,6 @@ def test_skip_stops_after_too_many_in_a_row(toy, tmp_path):
 
 def test_what_a_run_logs_and_describes(toy, tmp_path):
     """Probes reach the log under their names; the output folder says which loss it was."""
-    import json
-
     run = trainer(
         toy, tmp_path, reward=letter_reward, rollout=fixed_rollout, beta=0.05, num_iterations=2, max_steps=2, probes="full"
     )

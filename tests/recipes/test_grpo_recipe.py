@@ -188,6 +188,14 @@ WRONG = {
     "groups that do not fit": (["--per_device_train_batch_size", "3"], "num_generations=8 does not divide the 3 completions"),
     "no such YAML": (["--config", "no.yaml"], "--config no.yaml: cannot be read (No such file or directory)."),
     "YAML with unknown field": (["--config", "c.yaml"], "no argument is called 'epsilon_hihg'. Did you mean 'epsilon_high'?"),
+    "field of PPO": (
+        ["--critic", "shared", *QUICK],
+        "command line: critic is a field of PPO alone, which has a critic. Take recipes/ppo.py.",
+    ),
+    "YAML with a field of PPO": (
+        ["--config", "ppo.yaml"],
+        "--config: vf_coef is a field of PPO alone, which has a critic. Take recipes/ppo.py.",
+    ),
     "infinite reward": (["--reward_funcs", "own.py:infinite", *QUICK], "returned inf"),
 }
 
@@ -200,6 +208,7 @@ def test_wrong_input_is_one_line_and_status_2(case, tmp_path, capsys, monkeypatc
     write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
     (tmp_path / "bad.jsonl").write_text('{"prompt": \n')
     (tmp_path / "c.yaml").write_text("epsilon_hihg: 0.3\n")
+    (tmp_path / "ppo.yaml").write_text("epsilon: 0.3\nvf_coef: 0.5\n")
     (tmp_path / "own.py").write_text("def infinite(completions, **kwargs):\n    return [float('inf')] * len(completions)\n")
     words, expected = WRONG[case]
     assert expected in one_error(grpo.main, words, capsys)

@@ -48,7 +48,7 @@ def test_a_run_that_a_guard_stops_is_one_line_and_status_1(tmp_path, capsys, mon
     assert grpo.main(["--policy_loss", "bad_loss:bad", *QUICK]) == 1
     out, err = capsys.readouterr()
     (line,) = (line for line in err.splitlines() if line.startswith("error: "))
-    assert "step 0: loss is nan on rank 0" in line
+    assert "step 1: loss is nan on rank 0" in line
     assert "Traceback" not in out + err
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 from resume_run import KL, LORA, build, copied, entries, resumed
+from safetensors.torch import load_file, save_file
 
 from trl_lossplus import LossPlusError, PPOPlusConfig
 from trl_lossplus.diagnostics.probes import StepStatistics
@@ -235,6 +236,48 @@ def test_weights_that_are_cut_off(toy, tmp_path, critic, name):
     with pytest.raises(LossPlusError, match=rf"checkpoint-1/{name} cannot be read \(.*\). Take another checkpoint.") as error:
         resumed(toy, tmp_path / "whole", 1, **fields, max_steps=2)
     assert "\n" not in str(error.value)
+
+
+def misfits(path, tmp_path):
+    """What a file of weights may hold instead: (what, its bytes, a piece of the error)."""
+    other = tmp_path / "other.safetensors"
+    save_file({"other": torch.zeros(3)}, other)
+    names = other.read_bytes()
+    save_file({name: torch.zeros(3, 3) for name in load_file(path)}, other)
+    return [
+        ("text", b"no safetensors file at all", "header"),
+        ("empty", b"", "header too small"),
+        ("names", names, "holds no "),
+        ("shapes", other.read_bytes(), "shape"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("critic", "name"),
+    [
+        ("model", "model.safetensors"),
+        ("shared", "value_head.safetensors"),
+        ("adapter", "value_head.safetensors"),
+        ("adapter", "adapter_model.safetensors"),
+    ],
+)
+def test_a_critic_that_is_none(toy, tmp_path, critic, name):
+    """One line that names the file (for an adapter's tensors, its folder), on resuming and as critic_model_name_or_path."""
+    build(toy, tmp_path / "whole", critic=critic, max_steps=1).train()
+    folder = tmp_path / "whole" / "checkpoint-1" / "critic"
+    for what, content, piece in misfits(folder / name, tmp_path):
+        (folder / name).write_bytes(content)
+        with pytest.raises(LossPlusError, match="checkpoint-1.*") as error:
+            resumed(toy, tmp_path / "whole", 1, critic=critic, max_steps=2)
+        told = [str(error.value)]
+        if (what, critic) != ("names", "model"):  # a model without a critic's weights may start one: transformers draws them
+            with pytest.raises(LossPlusError, match=rf"^critic_model_name_or_path.*{folder}") as error:
+                build(toy, tmp_path / "new", critic=critic, critic_model_name_or_path=str(folder))
+            told.append(str(error.value))
+        for line in told:
+            assert piece in line
+            assert "\n" not in line
+            assert name in line or name.startswith("adapter") or what == "shapes"
 
 
 def test_another_critic_than_the_checkpoints(toy, runs, tmp_path):

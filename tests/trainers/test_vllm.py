@@ -225,7 +225,7 @@ def test_an_objective_that_lets_it_through_is_stopped(toy, tmp_path, mode, monke
 
     run = trainer(toy, tmp_path, vllm_mode=mode, policy_loss="raw_sampler", **RUN)
     start = weights(run)
-    with pytest.raises(NonFiniteError, match=r"step 0: loss is nan on rank 0, micro-batch 0, row \d, token 1 ") as stopped:
+    with pytest.raises(NonFiniteError, match=r"step 1: loss is nan on rank 0, micro-batch 0, row \d, token 1 ") as stopped:
         run.train()
     row = int(re.search(r"row (\d)", str(stopped.value))[1])
     assert run.step_under_way[0][1]["sampling_per_token_logps"].isnan().nonzero()[0].tolist() == [row, 1]

@@ -40,7 +40,7 @@ class BadValue:
     completion: str = ""
 
     def sentence(self, step: int) -> str:
-        """One line for the user."""
+        """One line for the user; `step` as the log counts, from 1."""
         neighbours = ", ".join(f"{x:.4g}" for x in self.around)
         text = f" Prompt {self.prompt[-120:]!r}, completion {self.completion[:120]!r}." if self.prompt or self.completion else ""
         return (

@@ -130,6 +130,8 @@ def parse_rejection(names: str, thresholds: str | float | None) -> tuple[Rejecti
     Raises:
         LossPlusError: an unknown name, a wrong count, or a bound that is no number or out of range.
     """
+    if not isinstance(names, str):
+        raise unknown_name("rollout_rs", names, REJECTIONS)
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in wanted:
         if name not in REJECTIONS:

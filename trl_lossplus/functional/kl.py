@@ -92,7 +92,7 @@ def canonical_kl(name: str) -> str:
         LossPlusError: the name is not known; lists the allowed ones.
     """
     plain, plus = (name[:-1], "+") if isinstance(name, str) and name.endswith("+") else (name, "")
-    plain = KL_ALIASES.get(plain, plain)
+    plain = KL_ALIASES.get(plain, plain) if isinstance(name, str) else ""
     if plain not in KL_ESTIMATORS:
         raise unknown_name("kl_estimator", name, kl_names(), unlikely=("kl", "kl+"))  # "k4" is near "kl"
     return "k2" if plain == "k2" else plain + plus

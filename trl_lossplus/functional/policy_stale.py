@@ -33,7 +33,7 @@ def rec_keep(
         ratio: (B, T) or (B, 1). advantages: (B, T) or (B, 1).
         clip: none: all. one_side: r <= 1 + hi where A > 0, r >= 1 - lo where A < 0 (where PPO's clip has a gradient). two_side:
             1 - lo <= r <= 1 + hi. ring: those, and what moved far against its advantage: r <= 1 - ring_low where A > 0,
-            r >= 1 + ring_high where A < 0.
+            r >= 1 + ring_high where A < 0; with ring_low <= lo and ring_high <= hi nothing lies between, and it is one_side.
     """
     above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
     if clip == "none":

@@ -14,6 +14,7 @@ import yaml
 
 from ..arguments import Parser
 from ..functional.errors import LossPlusError, unknown_name
+from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, import_module
 from ..spec import LossSpec
 from .describe import as_html, as_text, text_table
 from .diff import diff
@@ -71,14 +72,39 @@ def _fields_of(path: Path) -> dict[str, Any]:
     return found or {}
 
 
+def _with_own(parser: Parser) -> Parser:
+    """The parser with the flag that imports a module of the user's."""
+    help = "a module of your own to import first, in which losses, advantage or KL estimators are registered; may be given again"
+    parser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=help)
+    return parser
+
+
+def _import_own(modules: Sequence[str], named: Sequence[tuple[str, Any]] = ()) -> None:
+    """
+    Imports the modules that are named on the command line: a snapshot keeps a function's bare name, which they register.
+
+    Args:
+        named: fields of the loss with their values; those that are `module:function` are imported too.
+
+    Raises:
+        LossPlusError: a module cannot be imported, or has no such function.
+    """
+    for module in modules:
+        import_module(f"--import {module}", module)
+    for registry in (POLICY_LOSSES, ADVANTAGE_ESTIMATORS):
+        for name, value in named:
+            if name == registry.kind and ":" in str(value):
+                registry.get(value)
+
+
 def snapshot_main(argv: Sequence[str]) -> int:
     """
-    `snapshot show A` or `snapshot diff A B [--rank N] [--json] [--html FILE]`.
+    `snapshot show A` or `snapshot diff A B [--rank N] [--import MODULE] [--json] [--html FILE]`.
 
     Returns:
         0 (equal), or 1 where a diff found something. Raises LossPlusError for what cannot be read.
     """
-    parser = Parser(prog="trl-lossplus snapshot", description="Looks at snapshots, or compares two.")
+    parser = _with_own(Parser(prog="trl-lossplus snapshot", description="Looks at snapshots, or compares two."))
     parser.add_argument("action", choices=("show", "diff"))
     parser.add_argument("folders", nargs="+", help="one folder to show, two to compare")
     parser.add_argument("--rank", type=int, help="whose part to read (default: all processes' together)")
@@ -90,6 +116,7 @@ def snapshot_main(argv: Sequence[str]) -> int:
         raise LossPlusError(f"snapshot {arguments.action} takes {wanted} folder(s), and got {len(arguments.folders)}.")
     if arguments.html and arguments.action == "show":
         raise LossPlusError(f"--html={arguments.html}: only snapshot diff writes a page.")
+    _import_own(arguments.modules)
     loaded = [Snapshot.load(folder, arguments.rank) for folder in arguments.folders]
     if arguments.action == "show":
         (one,) = loaded
@@ -106,7 +133,8 @@ def snapshot_main(argv: Sequence[str]) -> int:
 def _row(label: str, result: Replay, original: Replay) -> list[str]:
     clip = result.stats.get("clip_ratio/region_mean", result.stats.get("cispo_clip_ratio", math.nan))
     terms = " ".join(f"{name} {value:+.5f}" for name, value in result.terms.items())
-    return [label, f"{result.loss:+.6f}", terms, f"{clip:.2%}", f"{result.gradient_norm:.5g}", f"{result.cosine(original):+.4f}"]
+    clipped = "-" if math.isnan(clip) else f"{clip:.2%}"  # many an objective has no clip
+    return [label, f"{result.loss:+.6f}", terms, clipped, f"{result.gradient_norm:.5g}", f"{result.cosine(original):+.4f}"]
 
 
 def _moved_tokens(snapshot: Snapshot, result: Replay, original: Replay, count: int = 5) -> list[str]:
@@ -132,24 +160,21 @@ def _moved_tokens(snapshot: Snapshot, result: Replay, original: Replay, count: i
 
 def replay_main(argv: Sequence[str]) -> int:
     """
-    `replay SNAPSHOT [--config FILE] [--field value[,value...] ...] [--rank N] [--plot FILE]`.
+    `replay SNAPSHOT [--config FILE] [--field value[,value...] ...] [--rank N] [--import MODULE] [--plot FILE]`.
 
     Prints a table of the snapshot's own loss and of each variant. Raises LossPlusError for bad input.
     """
-    parser = Parser(
-        prog="trl-lossplus replay",
-        description="A snapshot's tensors under another loss. Further flags are fields of the loss; commas sweep.",
-    )
+    about = "A snapshot's tensors under another loss. Further flags are fields of the loss; commas sweep."
+    parser = _with_own(Parser(prog="trl-lossplus replay", description=about))
     parser.add_argument("snapshot")
     parser.add_argument("--rank", type=int, help="whose part to read (default: all processes' together)")
     parser.add_argument("--config", help="YAML of fields of the loss")
     parser.add_argument("--plot", help="write a plot of loss, clip fraction and cosine over the variants to this file")
     arguments, words = parser.parse_known_args(list(argv))
+    changes, of_file = spec_changes(words), _fields_of(Path(arguments.config)) if arguments.config else {}
+    _import_own(arguments.modules, [*of_file.items(), *((name, value) for name, values in changes for value in values)])
     snapshot = Snapshot.load(arguments.snapshot, arguments.rank)
-    base = snapshot.spec
-    if arguments.config:
-        base = LossSpec.from_dict({**asdict(base), **_fields_of(Path(arguments.config))})
-    changes = spec_changes(words)
+    base = LossSpec.from_dict({**asdict(snapshot.spec), **of_file}) if arguments.config else snapshot.spec
     original = replay(snapshot)
     rows = [["loss", "value", "terms", "clipped", "gradient norm", "cosine"], _row("as it was", original, original)]
     variants: list[tuple[str, Replay]] = []

@@ -27,6 +27,8 @@ from ..batch import LossBatch
 from ..diagnostics.probes import pooled
 from ..functional.aggregation import Window
 from ..functional.errors import LossPlusError
+from ..functional.kl import canonical_kl
+from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from .validate import checked_parts, checked_window, number, plain_numbers, read_described
 
@@ -231,7 +233,7 @@ def load_part(path: Path, rank: int) -> Snapshot:
     """One process's part. Raises LossPlusError, see `Snapshot.load`."""
     stem = path / file_stem(rank)
     described = read_described(stem.with_suffix(".json"), FORMAT)
-    spec = LossSpec.from_dict(described["spec"])
+    spec = _spec(path, described["spec"])
     file = stem.with_suffix(".safetensors")
     try:
         data = file.read_bytes()
@@ -247,6 +249,27 @@ def load_part(path: Path, rank: int) -> Snapshot:
         raise LossPlusError(f"{file}: holds tensors of {', '.join(sorted(unknown))}, and there are {len(micro)} micro-batches.")
     tokens = {int(key): text for key, text in described["tokens"].items()}
     return Snapshot(spec, micro, described["facts"], described["texts"], tokens)
+
+
+def _spec(path: Path, values: dict[str, Any]) -> LossSpec:
+    """A snapshot's loss. Raises LossPlusError; a name that nothing registers here may be the user's own."""
+    for kind, get in (
+        ("policy_loss", POLICY_LOSSES.get),
+        ("advantage_estimator", ADVANTAGE_ESTIMATORS.get),
+        ("kl_estimator", canonical_kl),
+    ):
+        name = values.get(kind, "")
+        if not isinstance(name, str) or not name or ":" in name:
+            continue
+        try:
+            get(name)
+        except LossPlusError as error:
+            by_name = "" if kind == "kl_estimator" else f", or in a replay --{kind} MODULE:{name}"
+            raise LossPlusError(
+                f"{path}: {error} If {name!r} is your own, its module must be imported first: --import MODULE on the command line{by_name}; "
+                "import MODULE in Python."
+            ) from None
+    return LossSpec.from_dict(values)
 
 
 def _micro(path: Path, i: int, tensors: dict[str, Tensor], described: dict[str, Any]) -> MicroSnapshot:

@@ -28,7 +28,11 @@ STATE = "trainer_state.json"
 
 def log_stop(trainer: GRPOPlusTrainer, counts: dict[str, float]) -> None:
     """The last line of a run that the guard stops: `counts` reach the trackers and callbacks, and the log so far lies beside them."""
-    Trainer.log(trainer, {**counts})  # not TRL's, which would log what the step has gathered so far as a whole step's
+    trainer.state.global_step += 1  # a step's log line comes after it was taken
+    try:
+        Trainer.log(trainer, {**counts})  # not TRL's, which would log what the step has gathered so far as a whole step's
+    finally:
+        trainer.state.global_step -= 1
     if trainer.args.should_save:
         trainer.state.save_to_json(str(Path(str(trainer.args.output_dir)) / STATE))
 

@@ -25,11 +25,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
 from .adapters import active_adapter, adapters_of, base_of, keep_adapter_in_recomputation
-from .files import broken_tensors, read_tensors
+from .files import broken, broken_tensors, read_tensors
 from .minibatch import MicroBatch
 from .packing import Packing
 from .segment_attention import install, packed_rows
-from .sharded import write
+from .sharded import restore
 from .value_pass import at_tokens, checkpointed_layers, keeping, whole
 
 ADAPTER = "critic"
@@ -157,7 +157,7 @@ class Critic:
         path = folder / HEAD_FILE
         if not path.exists():
             raise LossPlusError(f"{folder}: there is no {HEAD_FILE} in it.")
-        write(getattr(self.policy, HEAD).weight, read_tensors(path)["weight"])
+        restore(getattr(self.policy, HEAD).weight, read_tensors(path), "weight", path)
 
 
 def kind_in(folder: Path) -> str | None:
@@ -214,9 +214,15 @@ class AdapterCritic(Critic):
     def load(self, folder: Path) -> None:
         if (folder / "adapter_config.json").exists():
             try:
-                self.policy.load_adapter(str(folder), ADAPTER, is_trainable=True)  # type: ignore[operator]
+                found = self.policy.load_adapter(str(folder), ADAPTER, is_trainable=True)  # type: ignore[operator]
             except SafetensorError as error:
                 raise broken_tensors(folder, error) from None
+            except RuntimeError as error:
+                if "size mismatch" not in str(error):
+                    raise
+                raise broken(folder, "its adapter has tensors of other shapes than this policy's LoRA") from None
+            if found.missing_keys:
+                raise broken(folder, f"its adapter holds no {found.missing_keys[0]}")
         self._load_head(folder)
         self.ensure_trainable()
 
@@ -295,8 +301,13 @@ class ModelCritic(Critic):
         try:
             config = AutoConfig.from_pretrained(start, trust_remote_code=trust_remote_code)
             critic = AutoModelForSequenceClassification.from_pretrained(start, **kwargs)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except SafetensorError as error:
+            raise LossPlusError(f"critic_model_name_or_path: {broken_tensors(Path(start), error)}") from None
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "ignore_mismatched_sizes" not in str(error):
+                raise
+            shapes = "its weights have other shapes than its config.json says" if isinstance(error, RuntimeError) else None
+            reason = shapes or str(error).strip().splitlines()[0]
             raise LossPlusError(f"critic_model_name_or_path={start!r} cannot be loaded as a critic ({reason})") from None
         if not isinstance(getattr(critic, "score", None), nn.Linear):
             raise LossPlusError(f"critic_model_name_or_path={start!r}: a {type(critic).__name__} has no scalar `score` head.")
@@ -340,9 +351,7 @@ class ModelCritic(Critic):
             raise LossPlusError(f"{folder} holds no critic (model.safetensors).")
         state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
         for name, parameter in self.model.named_parameters():
-            if name not in state:
-                raise LossPlusError(f"{folder} holds no {name} of the critic.")
-            write(parameter, state[name])
+            restore(parameter, state, name, folder if len(files) > 1 else files[0])
 
 
 def without_critic(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ class GRPOPlusTrainer(Resumes):
         kwargs["rollout_func"] = checked_sampler(args, self.spec, kwargs.get("rollout_func"))
         needs_reference = self.spec.kl_in_loss or self.spec.kl_in_reward
         check_trainable(model)
-        with lora_sync(args, model, kwargs.get("peft_config"), needs_reference) as follows:
+        with lora_sync(args, model, kwargs.get("peft_config"), self.spec) as follows:
             super().__init__(
                 model=model,
                 reward_funcs=check_rewards(reward_funcs, args.reward_weights, self.beside.book),
@@ -296,7 +296,7 @@ class GRPOPlusTrainer(Resumes):
         everyone = self._exchange((train and self.guard.found, statistics.take(self.accelerator.num_processes)))
         self._values = statistics.pooled([local for _, local in everyone])
         if train:
-            found, step = any(bad for bad, _ in everyone), self.state.global_step
+            found, step = any(bad for bad, _ in everyone), self.state.global_step + 1
             snapshot = partial(write_snapshot, self, "nonfinite")
             self.guard.decide(found, self.accelerator, step, self._exchange, self.decode, snapshot)
 
@@ -306,7 +306,7 @@ class GRPOPlusTrainer(Resumes):
         wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
         fault = gradient_fault(None if norm is None else float(norm), wrapped and wrapped.engine, self.args.fp16)
         if fault is not None:
-            self.guard.refuse_gradient(*fault, self.state.global_step, self.accelerator.is_main_process)
+            self.guard.refuse_gradient(*fault, self.state.global_step + 1, self.accelerator.is_main_process)
             self.model.zero_grad(set_to_none=True)
         return norm
 

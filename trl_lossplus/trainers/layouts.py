@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..config_checks import check_still_rows
 from ..functional.errors import LossPlusError
+from ..layout_rules import AUXILIARY, IMAGES, attention_fault, check_budget, inexact, layout_fault
 from ..loss import Statistic
 from ..registry import POLICY_LOSSES
 from .adapters import base_of
@@ -25,7 +26,7 @@ from .dealing import deal, deal_windows
 from .minibatch import PARTS, MicroBatch, RowTable, trim
 from .packing import Packing, pack
 from .rollout_pass import ROWS
-from .segment_attention import OURS, REPLACED, install, is_flash, packed_rows
+from .segment_attention import install, is_flash, packed_rows
 
 if TYPE_CHECKING:
     from .grpo import GRPOPlusTrainer
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AUXILIARY = "the router's auxiliary loss depends on how rows are split"
 ATTENDS = ("full_attention", "sliding_attention")
 # How far log-probs may be apart on average, by the width of the numbers that the model computes in.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -103,7 +103,7 @@ def why_not(model: nn.Module, *, is_vision: bool, auxiliary_loss: bool, any_leng
     )
     dropout = max((getattr(config, name, None) or 0.0) for name in ("attention_dropout", "attn_pdrop"))
     reasons = (
-        (is_vision, "a vision-language model's rows carry images"),
+        (is_vision, IMAGES),
         (auxiliary_loss, AUXILIARY),
         (not has_rotary_positions(model), f"{config.model_type} has no rotary positions: padding moves its positions"),
         (bool(others), f"{config.model_type} has layers of kind {', '.join(others)}, which carry state from row to row"),
@@ -112,12 +112,8 @@ def why_not(model: nn.Module, *, is_vision: bool, auxiliary_loss: bool, any_leng
             f"{config.model_type} has a sliding window of {window} tokens, and a row may be longer",
         ),
         (dropout > 0, f"attention dropout of {dropout:g} acts (disable_dropout, or set it to 0 in model_init_kwargs)"),
-        (
-            config._attn_implementation not in (REPLACED, OURS) and not is_flash(model),
-            f"attn_implementation is {config._attn_implementation!r}; packed rows are computed with {REPLACED!r} or flash attention",
-        ),
     )
-    return next((reason for holds, reason in reasons if holds), None)
+    return next((reason for holds, reason in reasons if holds), attention_fault(config._attn_implementation))
 
 
 def choose(asked: str, reason: str | None, flash: bool = False) -> PackedForward | None:
@@ -131,8 +127,7 @@ def choose(asked: str, reason: str | None, flash: bool = False) -> PackedForward
     """
     if asked == "padded":
         return None
-    if flash and reason is None and asked == "shared_prefix":
-        reason = "flash attention has no rows that share a prompt, so packed or attn_implementation='sdpa' it must be"
+    reason = layout_fault(asked, reason, flash)
     if reason is None:
         if asked == "auto":
             logger.info(
@@ -143,7 +138,7 @@ def choose(asked: str, reason: str | None, flash: bool = False) -> PackedForward
     if asked == "auto":
         logger.warning("microbatch_layout: auto takes padded, since %s.", reason)
         return None
-    raise LossPlusError(f"microbatch_layout={asked!r} is not exact here: {reason}. Take padded, or auto.")
+    raise inexact(asked, reason)
 
 
 def difference(
@@ -183,9 +178,7 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
     reads_entropy = "entropies" in POLICY_LOSSES.get(trainer.spec.policy_loss).requires
     trainer.entropy_has_gradient = reads_entropy or trainer.entropy_bonus_enabled
     check_still_rows(args, trainer.spec, auxiliary=auxiliary)
-    if args.max_tokens_per_microbatch is not None and (trainer.is_vision or auxiliary):
-        reason = "a vision-language model's rows carry images" if trainer.is_vision else AUXILIARY
-        raise LossPlusError(f"max_tokens_per_microbatch={args.max_tokens_per_microbatch}: {reason}. Leave it unset.")
+    check_budget(args, auxiliary=auxiliary, is_vision=trainer.is_vision)
     trainer.token_budget = args.max_tokens_per_microbatch
     asked, policy = args.microbatch_layout, base_of(trainer.model)
     unfit = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")

@@ -22,9 +22,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import TrainerCallback
 
+from ..config import GRPOPlusConfig
+from ..config_checks import check_reference
 from ..functional.errors import LossPlusError
+from ..spec import LossSpec
 from .files import read_tensors
-from .sharded import modified, whole, write
+from .sharded import modified, restore, whole
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +48,15 @@ def check_trainable(model: Any) -> None:
 
 
 @contextmanager
-def lora_sync(args: Any, model: Any, peft_config: Any, needs_reference: bool) -> Iterator[bool]:
+def lora_sync(args: GRPOPlusConfig, model: Any, peft_config: Any, spec: LossSpec) -> Iterator[bool]:
     """
     Hides `sync_ref_model` from TRL, which refuses it with LoRA, while the trainer is built; gives whether it is ours to do.
 
     Raises:
         LossPlusError: there is no reference to follow the policy.
     """
+    check_reference(args, spec)
     ours = bool(args.sync_ref_model) and (peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
-    if ours and not needs_reference:
-        raise LossPlusError("sync_ref_model=True: there is no KL, so no reference. Set beta > 0, or a kl_placement.")
     if ours:
         args.sync_ref_model = False
     try:
@@ -116,4 +118,4 @@ class ReferenceAdapter(TrainerCallback):
             return
         saved = read_tensors(path)
         for name, parameter, _ in pairs(self.model):
-            write(parameter, saved[name])
+            restore(parameter, saved, name, path)

@@ -30,7 +30,7 @@ from .beside import SeesRewards
 from .critic import kind_in
 from .exchange import Exchange
 from .failures import told_once
-from .files import broken_tensors, read_json
+from .files import broken, broken_tensors, read_json
 from .kl_state import load_controller, save_controller, starting_coef
 from .packing import Packing
 from .reference import ReferenceAdapter
@@ -83,6 +83,11 @@ class Resumes(SeesRewards):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             except SafetensorError as error:
                 raise broken_tensors(Path(resume_from_checkpoint), error) from None
+            except RuntimeError as error:  # torch's, of all weights that do not fit
+                unfit = [line.strip() for line in str(error).splitlines() if "size mismatch for" in line]
+                if not unfit:
+                    raise
+                raise broken(Path(resume_from_checkpoint), unfit[0].rstrip(".")) from None
 
     def save_plus_state(self, checkpoint: str) -> None:
         """

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.utils.generic import is_flash_attention_requested
 
 from ..functional.errors import LossPlusError
+from ..layout_rules import OURS, REPLACED, is_flash_name
 
-REPLACED, OURS = "sdpa", "lossplus_segments"
 _packed: ContextVar[bool] = ContextVar("packed", default=False)
 
 
@@ -43,8 +42,7 @@ class UnsupportedAttention(LossPlusError):
 def is_flash(model: nn.Module) -> bool:
     """Whether a transformers model attends by some version of flash attention, a package's or a kernel's from the hub."""
     config: Any = model.config
-    name = config._attn_implementation
-    return name not in (None, REPLACED, OURS) and is_flash_attention_requested(requested_attention_implementation=name)
+    return is_flash_name(config._attn_implementation)
 
 
 def by_lengths(segments: Sequence[Segment], device: torch.device) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .files import broken
 
 
 def in_zero3(parameter: nn.Parameter) -> bool:
@@ -53,3 +56,13 @@ def write(parameter: nn.Parameter, value: Tensor) -> None:
             parameter.copy_(distribute_tensor(local, parameter.device_mesh, parameter.placements))
         elif mine:
             parameter.copy_(value)
+
+
+def restore(parameter: nn.Parameter, saved: Mapping[str, Tensor], name: str, path: Path) -> None:
+    """`write` of a tensor of a file. Raises LossPlusError, on every process alike, where the file has none of that name and shape."""
+    if name not in saved:
+        raise broken(path, f"it holds no {name}")
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3's: of the whole
+    if tuple(saved[name].shape) != shape:
+        raise broken(path, f"its {name} has the shape {tuple(saved[name].shape)}, and {shape} is needed")
+    write(parameter, saved[name])

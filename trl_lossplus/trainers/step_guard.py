@@ -63,6 +63,7 @@ class StepGuard:
 
     Attributes:
         counts: `nonfinite/TENSOR` of the step under way: how many values are not finite, on all processes.
+        stopped: whether the step under way has ended the run.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class StepGuard:
         self.policy, self.max_skips, self.folder, self.on_stop = policy, max_skips, folder, on_stop
         self.counts: dict[str, float] = {}
         self.skipped = 0
+        self.stopped = False
         self._in_a_row = 0
         self._drop = False
         self._gradient_was_bad = False
@@ -108,6 +110,9 @@ class StepGuard:
         What becomes of the step, before its last backward pass: nothing, unless something was `found` on some process.
 
         Then `exchange` tells all what each has, and `on_bad` is called on every process before anything is raised.
+
+        Args:
+            step: its number as the log counts, from 1.
 
         Raises:
             NonFiniteError: on every process alike, naming the first bad value; under skip after `max_skips` in a row.
@@ -154,6 +159,7 @@ class StepGuard:
         if is_main and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "stopped.json").write_text(json.dumps({"step": step, "tensor": tensor, "sentence": sentence}))
+        self.stopped = True
         self.on_stop(self.counts)
         with told_once(0 if is_main else 1):
             raise NonFiniteError(sentence)
@@ -163,7 +169,7 @@ class StepGuard:
         What to do about a gradient that is not finite although the loss was: its norm is the same on every process.
 
         Args:
-            norm: not finite. taken: whether the optimizer step was taken with it (see `gradient_fault`).
+            norm: not finite. taken: whether the optimizer step was taken with it (see `gradient_fault`). step: as the log counts.
 
         Raises:
             NonFiniteError: under raise; under skip after `max_skips` in a row.

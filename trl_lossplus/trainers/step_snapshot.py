@@ -30,7 +30,8 @@ def write_snapshot(trainer: GRPOPlusTrainer, reason: str, **facts: Any) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    args, step, micro_batches = trainer.args, trainer.state.global_step, trainer.step_under_way
+    args, micro_batches = trainer.args, trainer.step_under_way
+    step = trainer.state.global_step - trainer.guard.stopped  # in the log line of a stop it counts the step under way
     if reason == "step" and step not in (args.snapshot_steps or []):
         return
     if reason != "step" and reason not in (args.snapshot_on or []):
