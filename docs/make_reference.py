@@ -174,7 +174,7 @@ def commands_page() -> str:
     def wrapped(line: str) -> str:
         start = len(line) - len(line.lstrip())
         return textwrap.fill(
-            line, 100, subsequent_indent=" " * (start and start + 4), break_long_words=False, break_on_hyphens=False
+            line, 96, subsequent_indent=" " * (start and start + 4), break_long_words=False, break_on_hyphens=False
         )
 
     lines = ["# Commands", "", "`trl-lossplus COMMAND --help` prints the same.", ""]
