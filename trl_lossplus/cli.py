@@ -336,7 +336,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] not in COMMANDS:
             raise unknown_name("command", arguments[0], COMMANDS)
-        return COMMANDS[arguments[0]].run(arguments[1:])
+        status = COMMANDS[arguments[0]].run(arguments[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read it (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
