@@ -58,9 +58,19 @@ def breakable(html: str) -> str:
     return re.sub(r"<(t[dh])\b([^>]*)>(.*?)</t[dh]>", cell, html, flags=re.S)
 
 
+def unbroken(html: str) -> str:
+    """Flags in code and numbers with an exponent stay on one line: a browser would break them after a hyphen."""
+
+    def whole(found: re.Match[str]) -> str:
+        return re.sub(r"(?<![\w-])(--\w+|[\d.]+e-\d+)", r'<span class="whole">\1</span>', found[0])
+
+    html = re.sub(r"<code>[^<\n]*</code>", whole, html)
+    return re.sub(r"(?<=<td>)[^<\n]+(?=</td>)", whole, html)
+
+
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """The page's HTML with breakable names."""
-    return breakable(html)
+    """The page's HTML with names that may be broken, and with what may not."""
+    return breakable(unbroken(html))
 
 
 def on_files(files: Any, config: Any) -> Any:

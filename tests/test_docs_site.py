@@ -123,11 +123,25 @@ def test_cells_with_a_sentence_are_told_from_short_ones(site):
     assert site.breakable(html) == html.replace("<td><a", '<td class="sentence"><a')
 
 
+def test_flags_and_numbers_are_not_broken(site):
+    """In code in a line and in cells; blocks of code, other hyphens and links stay as they are."""
+    html = "<p>a 1e-07 <code>run --beta 3e-4 x-y</code></p><td>6e-07 0</td><pre><code>run --beta 3e-4\n</code></pre>"
+    flag, four, seven = (f'<span class="whole">{text}</span>' for text in ("--beta", "3e-4", "6e-07"))
+    assert site.unbroken(html) == (
+        f"<p>a 1e-07 <code>run {flag} {four} x-y</code></p><td>{seven} 0</td><pre><code>run --beta 3e-4\n</code></pre>"
+    )
+
+
 def test_the_style_names_what_the_pages_hold(site):
     """Classes that the hook and mkdocs.yml give have a rule: of sentences in tables, of breaks on a phone alone, of formulas that wrap."""
     style = (DOCS / "assets" / "site.css").read_text()
     assert "default_lang: output" in (ROOT / "mkdocs.yml").read_text()
-    for rule in (r"\.sentence \{ min-width", r"wbr\.narrow \{ display: none", r"\.language-output code \{ white-space: pre-wrap"):
+    for rule in (
+        r"\.whole \{ white-space: nowrap",
+        r"\.sentence \{ min-width",
+        r"wbr\.narrow \{ display: none",
+        r"\.language-output code \{ white-space: pre-wrap",
+    ):
         assert re.search(rule, style), rule
     on_a_phone = style.split("max-width: 44", 1)[1]
     assert all(
