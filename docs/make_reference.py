@@ -37,7 +37,7 @@ def _section(title: str, lines: list[str], names: list[str]) -> list[str]:
     """`Args:` and the like as a list, one item an entry; a line may hold several of the parameters `names`."""
     items: list[str] = []
     if title == "Args" and names:
-        lines = re.sub(rf"(?<=[.;]) (?=(?:{'|'.join(names)}): )", "\n    ", "\n".join(lines)).splitlines()
+        lines = re.sub(rf"(?<=[.]) (?=(?:{'|'.join(names)}): )", "\n    ", "\n".join(lines)).splitlines()
     for line in lines:
         entry = ENTRY.match(line)
         if entry and title != "Returns":

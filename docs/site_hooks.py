@@ -59,13 +59,10 @@ def breakable(html: str) -> str:
 
 
 def unbroken(html: str) -> str:
-    """Flags in code and numbers with an exponent stay on one line: a browser would break them after a hyphen."""
-
-    def whole(found: re.Match[str]) -> str:
-        return re.sub(r"(?<![\w-])(--\w+|[\d.]+e-\d+)", r'<span class="whole">\1</span>', found[0])
-
-    html = re.sub(r"<code>[^<\n]*</code>", whole, html)
-    return re.sub(r"(?<=<td>)[^<\n]+(?=</td>)", whole, html)
+    """Flags and numbers with an exponent stay on one line: a browser would break them after a hyphen. Blocks of code are left alone."""
+    whole = re.compile(r"(?<![\w-])(--\w+|[\d.]+e-\d+)")
+    parts = re.split(r"(<pre\b.*?</pre>|<[^>]*>)", html, flags=re.S)
+    return "".join(part if part.startswith("<") else whole.sub(r'<span class="whole">\1</span>', part) for part in parts)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
