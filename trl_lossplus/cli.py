@@ -301,7 +301,9 @@ COMMANDS: dict[str, Command] = {
     "check": Command("every number of a toy run a second time, by hand", _from("check.run", "main")),
     "doctor": Command("what is wrong with a run, and what to change", _from("diagnostics.doctor", "main")),
     "report": Command("one HTML file about a run, or two", _from("diagnostics.report", "main")),
-    "list": Command("what can be chosen: policy, advantages, kl, aggregation, correction; elsewhere: what others call it", run_list),
+    "list": Command(
+        "what can be chosen: policy, advantages, kl, aggregation, correction; elsewhere: what others call it", run_list
+    ),
     "memory": Command("what a training takes, from its shape and method", _from("memory", "main")),
     "replay": Command("a snapshot's tensors under another loss, or a sweep of them", _from("snapshots.command", "replay_main")),
 }
