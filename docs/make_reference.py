@@ -14,6 +14,7 @@ import io
 import pkgutil
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -29,12 +30,14 @@ CODE = re.compile(r"(`[^`]*`)")
 def escaped(text: str) -> str:
     """Prose of a docstring for Markdown: what would be read as HTML or emphasis is text; what stands in backticks stays."""
     parts = CODE.split(text)
-    return "".join(part if part.startswith("`") else re.sub(r"([<*_\[])", r"\\\1", part) for part in parts)
+    return "".join(part if part.startswith("`") else re.sub(r"([*_\[])", r"\\\1", part).replace("<", "&lt;") for part in parts)
 
 
-def _section(title: str, lines: list[str]) -> list[str]:
-    """`Args:` and the like as a list, one item an entry; what continues an entry is joined to it."""
+def _section(title: str, lines: list[str], names: list[str]) -> list[str]:
+    """`Args:` and the like as a list, one item an entry; a line may hold several of the parameters `names`."""
     items: list[str] = []
+    if title == "Args" and names:
+        lines = re.sub(rf"(?<=[.]) (?=(?:{'|'.join(names)}): )", "\n    ", "\n".join(lines)).splitlines()
     for line in lines:
         entry = ENTRY.match(line)
         if entry and title != "Returns":
@@ -49,6 +52,7 @@ def _section(title: str, lines: list[str]) -> list[str]:
 def docstring(thing: Any) -> list[str]:
     """A docstring as Markdown lines: paragraphs, indented blocks as code, sections as lists."""
     lines = inspect.cleandoc(inspect.getdoc(thing) or "").splitlines()
+    names = [item.name for item in _parameters(thing)]
     made: list[str] = []
     at = 0
     while at < len(lines):
@@ -61,18 +65,33 @@ def docstring(thing: Any) -> list[str]:
         end = at + 1
         while end < len(lines) and (not lines[end] or lines[end].startswith("    ")):
             end += 1
-        made += _section(found[1], lines[at + 1 : end])
+        made += _section(found[1], lines[at + 1 : end], names)
         at = end
     return made
 
 
-def signature(name: str, thing: Any) -> list[str]:
-    """The call as code; one parameter a line where it is long."""
+def _parameters(thing: Any) -> list[inspect.Parameter]:
+    """What a call takes; of a module and the like nothing."""
     try:
-        parameters = list(inspect.signature(thing).parameters.values())
+        return [item for item in inspect.signature(thing).parameters.values() if item.name != "self"]
     except (TypeError, ValueError):
         return []
-    shown = [str(item).replace("'", "") for item in parameters if item.name != "self"]
+
+
+def _shown_parameter(item: inspect.Parameter) -> str:
+    """As it is written: a type that is kept as text without quotes, a default with its own."""
+    name, equals, default = str(item.replace(annotation=inspect.Parameter.empty)).partition("=")
+    kind = getattr(item.annotation, "__forward_arg__", item.annotation)
+    kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    typed = name if item.annotation is inspect.Parameter.empty else f"{name}: {kind}"
+    return f"{typed} = {default.replace('<factory>', '...')}" if equals else typed
+
+
+def signature(name: str, thing: Any) -> list[str]:
+    """The call as code; one parameter a line where it is long."""
+    if not callable(thing):
+        return []
+    shown = [_shown_parameter(item) for item in _parameters(thing)]
     text = f"{name}({', '.join(shown)})"
     if len(text) > 100:
         text = f"{name}(\n" + "".join(f"    {item},\n" for item in shown) + ")"
@@ -152,12 +171,18 @@ def commands_page() -> str:
     """What each command prints with --help."""
     from trl_lossplus import cli
 
+    def wrapped(line: str) -> str:
+        start = len(line) - len(line.lstrip())
+        return textwrap.fill(
+            line, 96, subsequent_indent=" " * (start and start + 4), break_long_words=False, break_on_hyphens=False
+        )
+
     lines = ["# Commands", "", "`trl-lossplus COMMAND --help` prints the same.", ""]
     for name in cli.COMMANDS:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             cli.main([name, "--help"])
-        lines += [f"## {name}", "", "```text", printed.getvalue().strip(), "```", ""]
+        lines += [f"## {name}", "", "```text", *map(wrapped, printed.getvalue().strip().splitlines()), "```", ""]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ log = logging.getLogger("mkdocs.hooks.site")
 def front_page(readme: str) -> str:
     """The README as the site's first page: links into docs/ become links between pages; what the site does not hold is text."""
     held = re.sub(r"\[([^\]]*)\]\((?!https?:|#|docs/|examples/)[^)]*\)", r"\1", readme)
-    return re.sub(r"\]\(docs/", "](", held)
+    return re.sub(r"\[(?:docs/)?([^\]]*)\]\(docs/", r"[\1](", held)
 
 
 def reference() -> dict[str, str]:
@@ -41,18 +41,33 @@ def loaded_from_elsewhere(html: str) -> list[str]:
 
 
 def breakable(html: str) -> str:
-    """Long names in a table's cells may be broken after a dot or an underscore, so that no column is wider than a screen."""
+    """
+    Tables that a narrow screen can hold: long names in cells may be broken after a dot, slash or underscore (those of 17 to 24
+    letters where the screen is narrow alone: site.css), and a cell with a sentence has the class that keeps it from being squeezed.
+    """
 
-    def broken(code: re.Match[str]) -> str:
-        shown = re.sub(r"([._/])(?=[^._/])", r"\1<wbr>", code[1]) if len(code[1]) > 24 else code[1]
-        return f"<code>{shown}</code>"
+    def broken(word: re.Match[str]) -> str:
+        return re.sub(r"([._/])(?=[^._/])", r"\1<wbr>" if len(word[0]) > 24 else r'\1<wbr class="narrow">', word[0])
 
-    return re.sub(r"<t[dh]\b.*?</t[dh]>", lambda cell: re.sub(r"<code>([^<]*)</code>", broken, cell[0]), html, flags=re.S)
+    def cell(found: re.Match[str]) -> str:
+        parts = re.split(r"(<[^>]*>)", found[3])
+        shown = "".join(part if part.startswith("<") else re.sub(r"[\w./]{17,}", broken, part) for part in parts)
+        sentence = ' class="sentence"' if len(" ".join(parts[::2])) > 24 else ""
+        return f"<{found[1]}{sentence}{found[2]}>{shown}</{found[1]}>"
+
+    return re.sub(r"<(t[dh])\b([^>]*)>(.*?)</t[dh]>", cell, html, flags=re.S)
+
+
+def unbroken(html: str) -> str:
+    """Flags and numbers with an exponent stay on one line: a browser would break them after a hyphen. Blocks of code are left alone."""
+    whole = re.compile(r"(?<![\w-])(--\w+|[\d.]+e-\d+)")
+    parts = re.split(r"(<pre\b.*?</pre>|<[^>]*>)", html, flags=re.S)
+    return "".join(part if part.startswith("<") else whole.sub(r'<span class="whole">\1</span>', part) for part in parts)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """The page's HTML with breakable names."""
-    return breakable(html)
+    """The page's HTML with names that may be broken, and with what may not."""
+    return breakable(unbroken(html))
 
 
 def on_files(files: Any, config: Any) -> Any:

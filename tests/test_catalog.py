@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,13 @@ def test_curves(name, maker):
         if "gradient_at_one" not in POLICY_LOSSES.get(name).traits:
             near = 0.15 if name == "kl_cov" else 0.1  # (the grid's nearest point is not exactly 1)
             assert math.isclose(gradient[at_one].item(), -advantage, abs_tol=near)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`trl-lossplus list | head -1`: the pipe is closed before all is written."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "trl_lossplus.cli", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    assert child.stdout.read(1)
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait(60)) == (b"", 0)

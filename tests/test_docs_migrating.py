@@ -4,10 +4,11 @@ import dataclasses
 import re
 
 import pytest
+import torch
 from docpages import PAGES
 from trl import ModelConfig
 
-from trl_lossplus import GRPOPlusConfig, PPOPlusConfig
+from trl_lossplus import GRPOPlusConfig, LossBatch, PPOPlusConfig, compute_loss
 
 TEXT = PAGES["docs/migrating.md"].read_text()
 TRAINER_ARGUMENTS = {"reward_funcs", "model"}
@@ -95,3 +96,37 @@ def test_unsloth_and_trl_name_fields(known):
             "luspo",
             "gmpo",
         }
+
+
+def settings(cell, **shared):
+    """The fields that a cell of the TRL table sets."""
+    return {**dict(re.findall(r"`(\w+): (\w+)`", cell)), **shared}
+
+
+TRL_ROWS = [row for row in table("From TRL's GRPOTrainer") if "loss_type" in row[0]]
+TRL_PAIRS = [
+    (f"{found}{row[0].partition(' with ')[2]}", row[1]) for row in TRL_ROWS for found in re.findall(r"`loss_type: \w+`", row[0])
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), TRL_PAIRS, ids=[pair[0] for pair in TRL_PAIRS])
+def test_trl_rows_are_one_loss(theirs, ours, tmp_path):
+    """Both sides of each row give the same number and gradient, to the bit, off-policy and on rows of unequal length."""
+    shared = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "max_completion_length": 6}
+    bound = {"epsilon_high": 3.0} if "epsilon_high" in ours else {}
+    left = settings(theirs, **shared, **bound)
+    same_name = {"policy_loss": left["loss_type"]} if "of the same name" in ours else {}
+    right = settings(ours, **shared, **bound, **same_name)
+    assert "policy_loss" in right
+    random = torch.Generator().manual_seed(3)
+    logps, moved, advantages = (torch.randn(shape, generator=random) for shape in ((4, 6), (4, 6), (4,)))
+    mask = torch.arange(6) < torch.tensor([[6], [3], [5], [1]])
+    seen = []
+    for values in (left, right):
+        leaf = logps.clone().requires_grad_()
+        loss = compute_loss(LossBatch(leaf, logps + 0.3 * moved, advantages, mask), GRPOPlusConfig(**values).loss_spec()).loss
+        loss.backward()
+        seen.append((loss.item(), leaf.grad))
+    assert seen[0][0] == seen[1][0] != 0
+    assert torch.equal(seen[0][1], seen[1][1])
+    assert seen[0][1].abs().max() > 0

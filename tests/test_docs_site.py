@@ -88,8 +88,8 @@ def test_navigation_is_whole(made):
 
 def test_front_page_is_the_readme(site, made):
     """Links into docs/ are those of the site's pages; what the site does not hold is text alone; nothing else changes."""
-    text = "a [b](docs/c.md#d) [e](recipes/grpo.py), [f](https://g.org) [h](examples/i.ipynb) [j](#k)"
-    assert site.front_page(text) == "a [b](c.md#d) e, [f](https://g.org) [h](examples/i.ipynb) [j](#k)"
+    text = "a [b](docs/c.md#d) [docs/l.md](docs/l.md) [e](recipes/grpo.py), [f](https://g.org) [h](examples/i.ipynb) [j](#k)"
+    assert site.front_page(text) == "a [b](c.md#d) [l.md](l.md) e, [f](https://g.org) [h](examples/i.ipynb) [j](#k)"
     assert len(links(made["index.md"])) > 10
     assert made["index.md"].splitlines()[0] == (ROOT / "README.md").read_text().splitlines()[0]
 
@@ -109,9 +109,56 @@ def test_reference_names_what_there_is(made):
 
 def test_long_names_may_be_broken_in_tables_alone(site):
     long, short = "algorithm.rollout_correction.rollout_is", "kl_placement"
-    html = f"<td>a_b <code>{long}</code>, <code>{short}</code></td><p><code>{long}</code></p>"
+    html = f"<td><code>{long}</code>, <code>{short}</code></td><p><code>{long}</code></p>"
     broken = "algorithm.<wbr>rollout_<wbr>correction.<wbr>rollout_<wbr>is"
-    assert site.breakable(html) == html.replace(long, broken, 1)
+    assert site.breakable(html) == html.replace(long, broken, 1).replace("<td>", '<td class="sentence">')
+    assert (
+        site.breakable("<th>a</th><td>advantage_estimator</td>") == '<th>a</th><td>advantage_<wbr class="narrow">estimator</td>'
+    )
+
+
+def test_cells_with_a_sentence_are_told_from_short_ones(site):
+    """A sentence: more than 24 letters as read, the tags aside; no style of a cell is lost, no link is broken."""
+    html = '<td style="text-align: right;">1.7</td><td><a href="a_very_long_file_name.html#there">one</a> and three columns more</td>'
+    assert site.breakable(html) == html.replace("<td><a", '<td class="sentence"><a')
+
+
+def test_flags_and_numbers_are_not_broken(site):
+    """Blocks of code, other hyphens, and what stands inside of tags stay as they are."""
+    html = '<p id="a-1e-07">to 1e-07, <code>run --beta 3e-4 x-y</code></p><pre><code>run --beta <b>3e-4</b></code></pre><a href="x--y">a-b</a>'
+    inline, block = html.split("<pre>")
+    for text in ("--beta", " 1e-07", "3e-4"):
+        bare = text.strip()
+        inline = inline.replace(text, text.replace(bare, f'<span class="whole">{bare}</span>'))
+    assert site.unbroken(html) == f"{inline}<pre>{block}"
+
+
+def test_the_style_names_what_the_pages_hold(site):
+    """Classes that the hook and mkdocs.yml give have a rule: of sentences in tables, of breaks on a phone alone, of formulas that wrap."""
+    style = (DOCS / "assets" / "site.css").read_text()
+    assert "default_lang: output" in (ROOT / "mkdocs.yml").read_text()
+    for rule in (
+        r"\.whole \{ white-space: nowrap",
+        r"\.sentence \{ min-width",
+        r"wbr\.narrow \{ display: none",
+        r"\.language-output code \{ white-space: pre-wrap",
+    ):
+        assert re.search(rule, style), rule
+    on_a_phone = style.split("max-width: 44", 1)[1]
+    assert all(
+        rule in on_a_phone for rule in (":is(.headerlink, .md-code__nav) { display: none", "p:has(> img) { overflow-x: auto")
+    )
+
+
+def test_reference_shows_a_call_as_it_is_written(made):
+    """Types without quotes, text defaults with them; each parameter has an item of its own; nothing is escaped that Markdown shows."""
+    functions, fields = made["reference/functional.md"], made["reference/fields.md"]
+    assert "    scale_rewards: str = 'group',\n    eps: float = 1e-06,\n" in functions
+    assert "Advantages(advantages: Tensor, returns: Tensor)" in functions
+    assert "* `rewards`: (B,).\n* `group_ids`: (B,) integers.\n" in functions
+    assert "tokens with A &lt; 0 and a ratio" in fields
+    assert not re.search(r"ForwardRef|<factory>|\\<", "".join(made.values()))
+    assert max(map(len, made["reference/commands.md"].splitlines())) <= 96
 
 
 def test_what_a_page_loads(site):

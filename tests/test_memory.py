@@ -1,5 +1,6 @@
 """The memory formula: against measured peaks of real training on the CPU, and what it says of ZeRO, methods and critics."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_lossplus import LossPlusError
-from trl_lossplus.memory import SHAPES, Setup, Shape, estimate, main, memory_report, shape_of
+from trl_lossplus.memory import BYTES, CRITICS, DEVICES, METHODS, SHAPES, Setup, Shape, estimate, main, memory_report, shape_of
 
 ROOT = Path(__file__).parents[1]
 SHAPE = Shape(512, 6, 1408, 8192, 512)
@@ -168,6 +169,16 @@ def table_of_the_documentation():
                 cells.append(f"{estimate(size, setup).peak / 2**30:.0f}")
             lines.append(f"| {size} | {method} | {critic} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def test_the_help_says_what_each_flag_means(capsys):
+    """Every field of Setup with its words and default; what is told apart by name is listed."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for item in dataclasses.fields(Setup):
+        assert f"{item.metadata['help']}; default {item.default}" in said, item.name
+    assert all(name in said for name in (*METHODS, *CRITICS, *BYTES, *DEVICES))
 
 
 def test_the_table_of_the_documentation_is_the_formula():

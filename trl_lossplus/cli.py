@@ -301,7 +301,9 @@ COMMANDS: dict[str, Command] = {
     "check": Command("every number of a toy run a second time, by hand", _from("check.run", "main")),
     "doctor": Command("what is wrong with a run, and what to change", _from("diagnostics.doctor", "main")),
     "report": Command("one HTML file about a run, or two", _from("diagnostics.report", "main")),
-    "list": Command("what can be chosen: policy, advantages, kl, aggregation, correction", run_list),
+    "list": Command(
+        "what can be chosen: policy, advantages, kl, aggregation, correction; elsewhere: what others call it", run_list
+    ),
     "memory": Command("what a training takes, from its shape and method", _from("memory", "main")),
     "replay": Command("a snapshot's tensors under another loss, or a sweep of them", _from("snapshots.command", "replay_main")),
 }
@@ -336,7 +338,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] not in COMMANDS:
             raise unknown_name("command", arguments[0], COMMANDS)
-        return COMMANDS[arguments[0]].run(arguments[1:])
+        status = COMMANDS[arguments[0]].run(arguments[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read it (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -63,7 +63,7 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
         "and k3 (as TRL), no for the others (k2 and the + forms have the right gradient without it, abs with neither)."
     )
     policy_loss: str | None = option(
-        "Policy objective by name (`trl-lossplus explain` lists them) or package.module:function. None: from loss_type."
+        "Policy objective by name (`trl-lossplus list policy` has them) or package.module:function. None: from loss_type."
     )
     clip_objective: str = option(
         "min: PPO's pessimistic bound. max: the form that some articles print; it removes the clip exactly where it should act "
@@ -113,7 +113,7 @@ class GRPOPlusConfig(ObjectiveFields, GRPOConfig):
     )
     kl_reward_level: str | None = option(
         "sequence: the completion's summed KL is taken off its reward before the group comparison. token: each token's advantage "
-        "loses the KL from there to the end. None: sequence."
+        "loses the KL from there to the end. None: token for estimators that work token by token (gae and the like), else sequence."
     )
     kl_controller: str = option("fixed, or adaptive: the coefficient follows kl_target.", "fixed")
     kl_target: float | None = option("Target of adaptive control: KL in nats a token.")

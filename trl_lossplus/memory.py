@@ -11,7 +11,7 @@ its cache, and the weights' copy of merged_generation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -132,39 +132,30 @@ def shape_of(model: str | Any) -> Shape:
         raise LossPlusError(f"model={model!r}: its configuration has no {error.name}, as a dense decoder's has.") from None
 
 
+def _asked(default: Any, words: str) -> Any:
+    """A field with what it means: the help text of its flag."""
+    return field(default=default, metadata={"help": words})
+
+
 @dataclass(frozen=True)
 class Setup:
-    """
-    What the memory depends on beside the shape.
+    """What the memory depends on beside the shape; each field has its meaning in its metadata."""
 
-    Args:
-        method: full, LoRA (on every linear layer, rank `lora_r`) or QLoRA (the same over 4-bit weights).
-        critic: none, shared, adapter, model (of the policy's shape).
-        reference: whether there is a KL; full fine-tuning then holds a second model.
-        rows, context: of one micro-batch on one process: rows, and tokens a row (prompt and completion).
-        accumulates: several micro-batches an optimizer step: then gradients are there while activations are.
-        dtype: of the weights: float32 (TRL's default; bf16=True then computes in bfloat16) or bfloat16.
-        bf16: whether the forward pass computes in bfloat16. checkpointing: gradient_checkpointing (TRL's default).
-        zero_stage: 0 (DDP), 1, 2 or 3; FSDP2 is 3. processes: over which it splits. deepspeed: with bf16, DeepSpeed holds
-            bfloat16 weights and a float32 copy of what is trained. offload: the optimizer's state is in the host's memory.
-        device: cuda, or cpu.
-    """
-
-    method: str = "full"
-    critic: str = "none"
-    reference: bool = False
-    rows: int = 4
-    context: int = 2048
-    accumulates: bool = True
-    dtype: str = "float32"
-    bf16: bool = True
-    checkpointing: bool = True
-    zero_stage: int = 0
-    processes: int = 1
-    deepspeed: bool = False
-    offload: bool = False
-    lora_r: int = 16
-    device: str = "cuda"
+    method: str = _asked("full", "full, LoRA (on every linear layer, of rank lora_r) or QLoRA (the same over 4-bit weights)")
+    critic: str = _asked("none", "none, shared, adapter or model (of the policy's shape)")
+    reference: bool = _asked(False, "whether there is a KL; full fine-tuning then holds a second model")
+    rows: int = _asked(4, "rows of a micro-batch on one process")
+    context: int = _asked(2048, "tokens of a row, prompt and completion")
+    accumulates: bool = _asked(True, "several micro-batches an optimizer step: gradients are then there while activations are")
+    dtype: str = _asked("float32", "of the weights: float32 (TRL's default; bf16 then computes in bfloat16) or bfloat16")
+    bf16: bool = _asked(True, "whether the forward pass computes in bfloat16")
+    checkpointing: bool = _asked(True, "gradient_checkpointing")
+    zero_stage: int = _asked(0, "0 (DDP), 1, 2 or 3 (FSDP2 too)")
+    processes: int = _asked(1, "over which ZeRO splits")
+    deepspeed: bool = _asked(False, "DeepSpeed, which with bf16 holds bfloat16 weights and a float32 copy of what is trained")
+    offload: bool = _asked(False, "the optimizer's state is in the host's memory")
+    lora_r: int = _asked(16, "rank of the LoRA adapter")
+    device: str = _asked("cuda", "cuda or cpu")
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -320,10 +311,11 @@ def main(arguments: Sequence[str]) -> int:
         description="The memory of a training step, by parts; with --config that of a recipe (--config FILE --help).",
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(SHAPES)}, a path or a hub name")
-    for name, value in vars(Setup()).items():
+    for item in fields(Setup):
+        name, value = item.name, item.default
         kind: Any = (lambda word: word.lower() in ("true", "1", "yes")) if isinstance(value, bool) else type(value)
         kind = partial(_spelled, SPELLINGS[name]) if name in SPELLINGS else kind
-        parser.add_argument(f"--{name}", type=kind, default=value, help=f"default {value}")
+        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{item.metadata['help']}; default {value}")
     words = vars(parser.parse_args(arguments))
     print(memory_report(words.pop("model"), **words))
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, help="a recipe's YAML; it must name a model")
     parser.add_argument("--gpu", type=float, required=True, help="the GPU's memory in GiB")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the longest prompt; default 256")
+    asked = {item.name: item.metadata["help"] for item in fields(Setup)}
     for name in ("zero_stage", "processes"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Setup(), name), help=f"default {getattr(Setup(), name)}")
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(Setup(), name), help=f"{asked[name]}; default {getattr(Setup(), name)}"
+        )
     for name in ("deepspeed", "offload"):
-        parser.add_argument(f"--{name}", action="store_true", help="see `trl-lossplus memory --help`")
+        parser.add_argument(f"--{name}", action="store_true", help=asked[name])
     words = vars(parser.parse_args(arguments))
     values, gpu, prompt = read(words.pop("config")), words.pop("gpu"), words.pop("prompt")
     found = need(values, gpu, prompt, **words)

@@ -65,6 +65,14 @@ def test_two_runs_and_their_settings():
     assert "its settings are not known" in report(full(), unknown)
 
 
+def test_settings_of_one_run_have_room_for_their_values():
+    """On a phone a long name is broken, not the value beside it: the table has the class whose second column has a least width."""
+    text = report(full())
+    below = text[text.index('id="settings"') :]
+    assert re.search(r"<table class=\"settings\">.*?<td>learning_rate</td><td class=\"text\">1e-05</td>", below, re.S)
+    assert re.search(r"\.settings td \+ td \{ min-width: \d", text)
+
+
 def test_everything_from_data_is_escaped(tmp_path):
     (tmp_path / "completions").mkdir()
     table = pd.DataFrame(

@@ -20,7 +20,8 @@ figure { margin: 0; border: 1px solid var(--line); border-radius: .3rem; padding
 figcaption { font-size: .85rem; color: var(--soft); margin-bottom: .4rem; } details { margin: .8rem 0; } svg { display: block; width: 100%; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-bottom: 1px solid var(--line); }
-td.text, .settings td { white-space: pre-wrap; overflow-wrap: anywhere; } code { background: #efefef; padding: .05rem .3rem; border-radius: .2rem; overflow-wrap: anywhere; }
+td.text, .settings td { white-space: pre-wrap; overflow-wrap: anywhere; } .settings td + td { min-width: 6rem; }
+code { background: #efefef; padding: .05rem .3rem; border-radius: .2rem; overflow-wrap: anywhere; }
 .run-a { color: #0072b2; font-weight: 600; } .run-b { color: #b14d00; font-weight: 600; }
 @media (max-width: 40rem) {
   .completions thead { display: none; } .completions :is(table, tbody, tr, td) { display: block; } .completions td { border: 0; padding: .1rem 0; }

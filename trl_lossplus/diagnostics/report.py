@@ -127,7 +127,7 @@ def _differences(run: RunLog, other: RunLog) -> Iterator[str]:
 def _settings(run: RunLog) -> Iterator[str]:
     rows = [(n, v) for n, v in sorted(run.settings.items()) if n not in NOT_SETTINGS and v is not None]
     if rows:
-        yield '<details id="settings"><summary>Settings</summary><div class="wide"><table><tbody>'
+        yield '<details id="settings"><summary>Settings</summary><div class="wide"><table class="settings"><tbody>'
         yield from (f'<tr><td>{escape(name)}</td><td class="text">{_shown(value)}</td></tr>' for name, value in rows)
         yield "</tbody></table></div></details>"
 
