@@ -71,7 +71,7 @@ CLAIMS = {
     "qlora": {"policy_loss": "ppo_clip", "loss_aggregation": "token_mean", "beta": 0.001, "kl_placement": "loss"},
     "smollm2_lora": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "beta": 0.02, "kl_placement": "loss"},
     "smollm2_grpo": {"epsilon_high": 0.28, "loss_aggregation": "token_mean", "scale_rewards": "group", "kl_placement": "none"},
-    "smollm2_ppo": {**PPO, "epsilon_high": 0.28, "gae_lambda": 0.95, "advantage_normalization": "rollout"},
+    "smollm2_ppo": {**PPO, "epsilon_high": 0.28, "gae_lambda": 0.95, "advantage_normalization": "none"},
     "toy_ppo": {**PPO, "advantage_normalization": "rollout"},
     "ppo_lora": PPO,
     "ppo_full": PPO,
