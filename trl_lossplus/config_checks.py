@@ -14,11 +14,14 @@ from .still_rows import what_moves_still_rows
 if TYPE_CHECKING:
     from .config import GRPOPlusConfig
 
-# Settings of generation_kwargs that choose another loop than that of compact_generation, or another cache.
-OTHER_WAYS = (
-    "num_beams", "num_return_sequences", "use_cache", "cache_implementation", "penalty_alpha", "guidance_scale", "dola_layers",
-    "prompt_lookup_num_tokens", "return_dict_in_generate", "constraints", "force_words_ids", "prefill_chunk_size",
-)  # fmt: skip
+# Settings of generation that choose another loop than that of compact_generation or another cache, or that go by the rows it began with;
+# and with which value they do nothing.
+OTHER_WAYS = {
+    "num_beams": 1, "num_return_sequences": 1, "use_cache": True, "cache_implementation": "hybrid", "penalty_alpha": 0.0,
+    "guidance_scale": 1.0, "dola_layers": None, "prompt_lookup_num_tokens": None, "return_dict_in_generate": False, "constraints": None,
+    "force_words_ids": None, "prefill_chunk_size": None, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
+    "watermarking_config": None,
+}  # fmt: skip
 
 
 def check_correction(args: GRPOPlusConfig, spec: LossSpec) -> None:

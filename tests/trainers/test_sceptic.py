@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig
 from toyrun import SETTINGS, StopAt, apart, fixed_rollout, letter_reward, logged, trainer, weights
 from transformers import AutoModelForCausalLM
 from trl import TrlParser
@@ -259,3 +260,60 @@ def test_sequence_clip_fractions_are_over_rows_in_the_loss(toy, tmp_path):
     expected = clipped[kept].float().mean().item()
     assert expected > 0
     assert logged(run, "clip_ratio/region_mean")[1] == pytest.approx(expected)
+
+
+VIRTUAL = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+INVOKED = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", alora_invocation_tokens=[20])
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"), [(VIRTUAL, "tokens of its own before each row"), (INVOKED, "aLoRA")], ids=["virtual", "alora"]
+)
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+def test_no_packing_of_an_adapter_that_acts_on_a_row_as_a_whole(toy, tmp_path, adapter, reason, layout):
+    """An adapter that starts at 0 is the same in every layout at the first rollout, so comparing there does not find it."""
+    with pytest.raises(LossPlusError, match=f"microbatch_layout='{layout}' is not exact here: .*{reason}"):
+        trainer(toy, tmp_path, extra={"peft_config": adapter}, microbatch_layout=layout)
+
+
+@pytest.mark.parametrize("adapter", [VIRTUAL, INVOKED], ids=["virtual", "alora"])
+def test_auto_pads_it(toy, tmp_path, adapter, caplog):
+    run = trainer(toy, tmp_path, extra={"peft_config": adapter}, microbatch_layout="auto")
+    assert run.packed is None
+    assert "auto takes padded, since" in caplog.text
+    run.train()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lora_bias": True}, "the base layer has no bias"),
+        ({"alora_invocation_tokens": [20]}, "aLoRA does not support safe merging"),
+    ],
+    ids=["bias", "alora"],
+)
+def test_adapters_that_peft_does_not_merge_are_refused_at_the_start(toy, tmp_path, fields, words):
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **fields)
+    with pytest.raises(
+        LossPlusError, match=f"merged_generation=True: PEFT does not merge these adapters .*{words}.*Set it to False"
+    ):
+        trainer(toy, tmp_path, extra={"peft_config": lora}, merged_generation=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 3), ("use_cache", False), ("cache_implementation", "static"), ("encoder_repetition_penalty", 0.5)],
+)
+def test_compact_generation_beside_what_the_model_itself_sets(toy, tmp_path, name, value):
+    """transformers fills in from the model's generation_config what generation_kwargs leaves out."""
+    model = AutoModelForCausalLM.from_pretrained(toy)
+    setattr(model.generation_config, name, value)
+    with pytest.raises(LossPlusError, match=f"compact_generation=True: the model's generation_config has {name}={value!r}"):
+        trainer(model, tmp_path, compact_generation=True)
+
+
+def test_compact_generation_keeps_no_row_of_the_beginning(toy, tmp_path):
+    """Processors that hold the prompts of all rows do not know which rows are left."""
+    for name, value in (("encoder_repetition_penalty", 0.5), ("encoder_no_repeat_ngram_size", 2)):
+        with pytest.raises(LossPlusError, match=f"generation_kwargs has {name}"):
+            trainer(toy, tmp_path, compact_generation=True, generation_kwargs={name: value})

@@ -58,6 +58,20 @@ def base_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def by_row(model: nn.Module) -> str | None:
+    """
+    Why an adapter of a model (a PeftModel, or none) acts on a row as a whole, so that its padding and its neighbours count, or None.
+
+    The comparison of layouts would not tell: an adapter that starts at 0 changes nothing at the first rollout.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            return f"PEFT's {config.peft_type.value} (adapter {name!r}) puts tokens of its own before each row"
+        if getattr(config, "alora_invocation_tokens", None):
+            return f"aLoRA (adapter {name!r}) acts from the last invocation tokens of each row on"
+    return None
+
+
 @contextmanager
 def active_adapter(module: nn.Module, name: str) -> Iterator[None]:
     """One adapter active in every layer below `module`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..config_checks import check_generation
+from ..config_checks import OTHER_WAYS, check_generation
 from ..functional.errors import LossPlusError
 from .adapters import base_of
 from .merged import merged, why_not_merged
@@ -72,10 +72,13 @@ def why_not_compact(model: nn.Module, *, is_vision: bool, rollout_func: bool) ->
     """Why a transformers model (not wrapped) cannot generate so, or None where it can."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
+    saved = {name: getattr(model.generation_config, name, None) for name in OTHER_WAYS}  # what generation_kwargs does not set
+    ways = [f"{name}={value!r}" for name, value in saved.items() if value is not None and value != OTHER_WAYS[name]]
     reasons = (
         (rollout_func, "rollout_func makes the completions"),
         (is_vision, "a vision-language model's prompts carry images"),
         (bool(others), f"{config.model_type} has layers of kind {', '.join(others)}, whose cache is not chosen from by row"),
+        (bool(ways), f"the model's generation_config has {', '.join(ways)}, which it does not take"),
     )
     return next((reason for holds, reason in reasons if holds), None)
 

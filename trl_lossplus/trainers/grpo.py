@@ -21,6 +21,7 @@ from ..loss import LossOutput, compute_loss
 from ..registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from ..spec import LossSpec
 from . import estimator_inputs, generation, layouts, minibatch, rollout
+from .adapters import by_row
 from .beside import Beside
 from .callbacks import add_own, log_stop
 from .checks import check_datasets, check_model_path, check_rewards, has_rotary_positions, warn_of_dropout
@@ -115,7 +116,7 @@ class GRPOPlusTrainer(Resumes):
         folder = check_space(args, self.model)
         self.guard = StepGuard(args.nonfinite_policy, args.nonfinite_max_skips, folder, partial(log_stop, self))
         add_own(self)
-        self.trims_left = has_rotary_positions(self.model)
+        self.trims_left = has_rotary_positions(self.model) and by_row(self.model) is None
         layouts.prepare(self)
         self.around_generation = generation.prepare(self, kwargs.get("rollout_func"))
         self.used_spec, self._warned = self.spec, set[str]()

@@ -19,7 +19,7 @@ from ..functional.errors import LossPlusError
 from ..layout_rules import AUXILIARY, IMAGES, attention_fault, check_budget, inexact, layout_fault
 from ..loss import Statistic
 from ..registry import POLICY_LOSSES
-from .adapters import base_of
+from .adapters import base_of, by_row
 from .budget import Packed, cost, least, row_facts, too_large
 from .checks import has_rotary_positions
 from .dealing import deal, deal_windows
@@ -181,7 +181,9 @@ def prepare(trainer: GRPOPlusTrainer) -> None:
     check_budget(args, auxiliary=auxiliary, is_vision=trainer.is_vision)
     trainer.token_budget = args.max_tokens_per_microbatch
     asked, policy = args.microbatch_layout, base_of(trainer.model)
-    unfit = why_not(policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto")
+    unfit = by_row(trainer.model) or why_not(
+        policy, is_vision=trainer.is_vision, auxiliary_loss=auxiliary, any_length=asked == "auto"
+    )
     trainer.packed = choose(asked, unfit, is_flash(policy))
     if trainer.packed is not None:
         for model in (policy, trainer.reference_model):

@@ -37,7 +37,20 @@ def why_not_merged(model: nn.Module, *, sharded: bool, rollout_func: bool = Fals
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     names = {id(p): name for name, p in model.named_parameters()}
     shared = [names[id(p)] for p in _under(layers) if owners[id(p)] > 1]
-    return f"{shared[0]}, which an adapter acts on, is another layer's weight too (tied)" if shared else None
+    if shared:
+        return f"{shared[0]}, which an adapter acts on, is another layer's weight too (tied)"
+    return _tried(layers)
+
+
+def _tried(layers: Sequence[BaseTunerLayer]) -> str | None:
+    """What PEFT says where it cannot merge a layer, each tried alone (aLoRA, a bias of LoRA's beside none of the layer's), or None."""
+    for layer in layers:
+        try:
+            with _merged([layer]):
+                pass
+        except (ValueError, RuntimeError) as error:  # NotImplementedError is one
+            return f"PEFT does not merge these adapters ({str(error).rstrip('.')})"
+    return None
 
 
 def _under(layers: Sequence[BaseTunerLayer]) -> list[nn.Parameter]:
@@ -54,7 +67,12 @@ def merged(model: nn.Module) -> Iterator[None]:
     The weights are copies, made by PEFT's `merge`, and the kept ones are put back after: bit for bit, which adding and taking off
     again would not give. LoRA's dropout does not act within. Not differentiable: for generation alone.
     """
-    layers = tuner_layers(model)
+    with _merged(tuner_layers(model)):
+        yield
+
+
+@contextmanager
+def _merged(layers: Sequence[BaseTunerLayer]) -> Iterator[None]:
     kept = [(parameter, parameter.data) for parameter in _under(layers)]
     try:
         with torch.no_grad():
