@@ -317,3 +317,29 @@ def test_compact_generation_keeps_no_row_of_the_beginning(toy, tmp_path):
     for name, value in (("encoder_repetition_penalty", 0.5), ("encoder_no_repeat_ngram_size", 2)):
         with pytest.raises(LossPlusError, match=f"generation_kwargs has {name}"):
             trainer(toy, tmp_path, compact_generation=True, generation_kwargs={name: value})
+
+
+def test_virtual_tokens_keep_their_distance_on_every_split(toy, tmp_path):
+    """They stand before a row's padding, so taking it away from each micro-batch would move them: here by another width for each."""
+    rows = [{"prompt": "say " * (i % 5) + row["prompt"], "keyword": row["keyword"]} for i, row in enumerate(toy_dataset())]
+    found = []
+    for split in (1, 4):
+        run = trainer(
+            toy, tmp_path / str(split), reward=letter_reward, rollout=fixed_rollout, dataset=Dataset.from_list(rows),
+            extra={"peft_config": VIRTUAL}, optim="sgd", learning_rate=10.0, max_grad_norm=1e9, max_steps=2,
+            per_device_train_batch_size=16 // split, gradient_accumulation_steps=split,
+        )  # fmt: skip
+        start = weights(run)
+        run.train()
+        found.append(weights(run))
+    assert apart(*found) < 1e-5
+    assert apart(start, found[1]) > 1e-3
+
+
+@pytest.mark.parametrize(("adapter", "critic"), [(VIRTUAL, "shared"), (INVOKED, "shared"), (INVOKED, "adapter")])
+def test_no_critic_on_a_model_whose_adapter_acts_on_a_row_as_a_whole(toy, tmp_path, adapter, critic):
+    """The critic's own pass goes through the trunk, where there are neither virtual tokens nor the places of invocation tokens."""
+    with pytest.raises(LossPlusError, match=f"critic='{critic}': .*Take critic='model'"):
+        trainer(
+            toy, tmp_path, trainer_class=PPOPlusTrainer, config_class=PPOPlusConfig, critic=critic, extra={"peft_config": adapter}
+        )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..functional.errors import LossPlusError
-from .adapters import active_adapter, adapters_of, base_of, keep_adapter_in_recomputation
+from .adapters import active_adapter, adapters_of, base_of, by_row, keep_adapter_in_recomputation
 from .files import broken, broken_tensors, read_tensors
 from .minibatch import MicroBatch
 from .packing import Packing
@@ -121,6 +121,14 @@ class Critic:
         except LossPlusError as error:
             raise LossPlusError(f"critic_model_name_or_path: {error}") from None
 
+    def _check_adapters(self) -> None:
+        """Raises LossPlusError for adapters that act by PEFT's own forward pass, which is not the one that a critic on this model takes."""
+        reason = by_row(self.policy)
+        if reason is not None:
+            raise LossPlusError(
+                f"critic={self.kind!r}: {reason}, which values on the policy's model would miss. Take critic='model'."
+            )
+
     def _install(self) -> None:
         """Gives the policy module's forward its role."""
         inner = self.policy.forward
@@ -184,6 +192,7 @@ class AdapterCritic(Critic):
                 "critic='adapter' needs a policy with a LoRA adapter named 'default' (peft_config=LoraConfig(...)). Without LoRA "
                 "take critic='model' or 'shared'."
             )
+        self._check_adapters()
         policy.add_adapter(ADAPTER, policy.peft_config["default"])
         like = next(p for name, p in policy.named_parameters() if ".default." in name)
         for name, parameter in policy.named_parameters():
@@ -234,6 +243,7 @@ class SharedCritic(Critic):
 
     def __init__(self, policy: nn.Module, start: Path | None = None, detach: bool = False):
         super().__init__(policy)
+        self._check_adapters()
         self.detach = detach
         self._seen: list[Tensor] | None = None
         self._adapters = adapters_of(policy)
