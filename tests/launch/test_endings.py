@@ -18,11 +18,11 @@ FAULTS = {
     "too few rewards": (["--reward_funcs", "faults:too_few"], r"^error: .*'too_few' returned 15 rewards for 16 completions"),
     "NaN": (
         ["--policy_loss", "faults:nan_there"],
-        r"^error: step 1: loss is nan on rank 1, .* The optimizer step was not taken\.$",
+        r"^error: step 2: loss is nan on rank 1, .* The optimizer step was not taken\.$",
     ),
     "gradient": (
         ["--policy_loss", "faults:steep"],
-        r"^error: step 1: the norm of the gradient is (inf|nan), .* The optimizer step was not taken\.$",
+        r"^error: step 2: the norm of the gradient is (inf|nan), .* The optimizer step was not taken\.$",
     ),
     "bug": (["--policy_loss", "faults:buggy_there"], r"^KeyError: 'a bug in the objective'"),
     "wrong input": (["--epsilon_high", "-3"], r"^error: epsilon_high=-3\.0 is out of range"),
