@@ -139,7 +139,10 @@ def run(cell):
     if counts is not None:
         result["collectives"] = counts
     if main:
-        result["moved"] = apart(start, weights)
+        dtype = next(
+            trainer.accelerator.unwrap_model(trainer.model_wrapped).parameters()
+        ).dtype  # DeepSpeed's bf16 rounds at its start
+        result["moved"] = apart({name: value.to(dtype).float() for name, value in start.items()}, weights)
         torch.save(start, folder / "start.pt")
         torch.save(weights, folder / "weights.pt")
     if cell.get("resume"):
